@@ -1,0 +1,20 @@
+"""Log inside compiled JAX programs, and decide from outside what becomes of it.
+
+`log` costs nothing by itself. `spool` returns what was logged, `tap` streams it, `nolog` removes
+it. All of them work through jit, vmap, grad, scan, while_loop, cond, remat, custom derivatives and
+shard_map.
+"""
+
+from ._errors import LogError as LogError
+from ._host import flush as flush
+from ._log import log as log
+from ._log import log_grad as log_grad
+from ._logdict import logdict as logdict
+from ._reduce import Reduction as Reduction
+from ._save import load as load
+from ._save import save as save
+from ._transform import nolog as nolog
+from ._transform import spool as spool
+from ._transform import tap as tap
+
+__version__ = "0.1.0"

@@ -1,0 +1,125 @@
+"""Collectors: what becomes of the events of a program.
+
+A collector meets events one by one and keeps what it needs in two places:
+
+    state   a dict of arrays that is carried through the program, in and out of every loop, branch
+            and call (reductions, ring buffers, the token of a stream)
+    rows    a dict of `Rows`: events that leave a body as extra outputs (stacked by scans)
+
+Rules use `borrow`, `run` and `absorb`, and know nothing else of a collector:
+
+    state = collector.borrow(body)                       what the body needs of the state
+    outs, state, rows = collector.run(body, args, state) pure: may be called inside lax.scan etc.
+    collector.absorb(state, rows)                        afterwards, outside
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any, ClassVar, Self
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from . import _compat
+from ._event import Array, Event
+from ._interpret import interpret
+from ._primitive import EventEffect, LogEffect, emit, read
+from ._rows import Rows, combine
+from ._survey import survey
+
+State = dict[str, Any]
+
+
+class Collector:
+    """The common part; a collector says what to do with an event."""
+
+    effect: ClassVar[type] = LogEffect
+
+    def __init__(self, state: State):
+        self.state = state
+        self.rows: dict[str, Rows] = {}
+
+    def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
+        raise NotImplementedError
+
+    def loop(self, eqn: Any, args: list[Array]) -> list[Array] | None:
+        """A chance to treat a whole loop in its own way; None leaves it to the rule."""
+        return None
+
+    def borrow(self, *jaxprs: Any) -> State:
+        return self.state
+
+    def at(self, state: State) -> Self:
+        """The same collector at another point of the program."""
+        other = copy.copy(self)
+        other.state, other.rows = dict(state), {}
+        return other
+
+    def run(self, jaxpr: Any, args: list[Array], state: State) -> tuple[Any, State, Any]:
+        child = self.at(state)
+        outs = interpret(_compat.closed(jaxpr), args, child)
+        return outs, child.state, child.rows
+
+    # Crossing into a shard_map: by default the state is the same on all shards.
+
+    def cross(self, state: State, shards: dict[str, Any]) -> tuple[Any, Any]:
+        """The state as arguments of a shard_map, any shard axis in front, and their specs."""
+        return state, jax.tree.map(lambda _: P(), state)
+
+    def back(self, state: Any, shards: dict[str, Any]) -> State:
+        """The inverse of `cross`."""
+        return state
+
+    def absorb(self, state: State, rows: dict[str, Rows]) -> None:
+        self.state = {**self.state, **state}
+        for key, new in rows.items():
+            self.rows[key] = combine(self.rows[key], new) if key in self.rows else new
+
+
+class Rewrite(Collector):
+    """Bind every event again, changed. The state is what the change needs, read only."""
+
+    effect = EventEffect
+
+    def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
+        event, anchor, token = read(args, params)
+        event, anchor = self.change(event, anchor)
+        token = emit(event, anchor, params["sink"], token)
+        return [] if token is None else [token]
+
+    def change(self, event: Event, anchor: Array | None) -> tuple[Event, Array | None]:
+        raise NotImplementedError
+
+
+class Mask(Rewrite):
+    """Events happen only where a condition holds: `state["where"]`."""
+
+    def change(self, event: Event, anchor: Array | None) -> tuple[Event, Array | None]:
+        return event.masked(self.state["where"]), anchor
+
+
+class Anchor(Rewrite):
+    """Events depend on the iteration of the loop they are in: `state["iteration"]`."""
+
+    def change(self, event: Event, anchor: Array | None) -> tuple[Event, Array | None]:
+        here = self.state["iteration"]
+        return event, here if anchor is None else anchor + here
+
+
+class Drop(Rewrite):
+    """Events disappear."""
+
+    def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
+        return [] if params["sink"] is None else [args[-1]]
+
+
+_keys: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def keys_in(jaxpr: Any) -> frozenset[str]:
+    """The keys logged anywhere inside a jaxpr."""
+    if jaxpr not in _keys:
+        _keys[jaxpr] = frozenset(survey(jaxpr, lambda spec: set(spec.keys)).sites)
+    return _keys[jaxpr]

@@ -1,0 +1,107 @@
+"""Everything that depends on the JAX version, or that JAX keeps private.
+
+This is the only file that may import `jax._src` (a test greps for it). Each use says which
+versions need it. Everything else in lox is built on `jax.extend` and `jax.interpreters`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+# 0.10-0.12: the table of linearization rules and the sharding of a callback are not re-exported.
+from jax._src.callback import _callback_op_sharding
+from jax._src.interpreters.ad import primitive_linearizations as primitive_linearizations
+from jax.extend import core as jex
+from jax.extend import source_info_util
+from jax.interpreters import mlir
+
+# The effect of `jax.debug.callback` may sit in loops, branches, remat and custom derivatives, and
+# JAX decides that by `isinstance`. Subclassing its type gives our effects the same rights.
+_debug_effect = next(iter(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects))
+DebugEffect: Any = type(_debug_effect)
+
+# The marker for "no sharding asked for" in a jit equation, read off one.
+UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params["in_shardings"][0]
+
+
+def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carried values a scan equation has."""
+    if "num_consts" in params:  # 0.10
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # 0.11 and later
+    return len(consts), len(carry)
+
+
+def manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The mesh axes over which a shard_map equation is manual."""
+    if "newly_manual_axes" in params:  # 0.12
+        return frozenset(params["newly_manual_axes"])
+    return frozenset(params["manual_axes"])
+
+
+def closed(jaxpr: Any) -> Any:
+    """A jaxpr with its constants; from 0.12 the two classes are one."""
+    if isinstance(jaxpr, jex.ClosedJaxpr):
+        return jaxpr
+    return jex.ClosedJaxpr(jaxpr, ())
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr without its constants, for primitives whose parameter has none (remat)."""
+    if jex.ClosedJaxpr is jex.Jaxpr:
+        return jaxpr
+    return jaxpr.jaxpr
+
+
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Bind an equation again as it is, on other arguments."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def equation_scope(eqn: Any) -> Iterator[None]:
+    """Name stack, source line, mesh and metadata of an equation, for what is bound inside."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def emit_callback(ctx: Any, host_fun: Any, args: Sequence[Any]) -> Any:
+    """Lower to one call of `host_fun` with NumPy arrays.
+
+    `jax.experimental.io_callback` would do, but it puts every argument on a JAX device inside the
+    callback, which is slow and can deadlock.
+    """
+    sharding = _callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out)
+    result, _, _ = mlir.emit_python_callback(
+        ctx,
+        host_fun,
+        None,
+        list(args),
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=True,
+        returns_token=False,
+        sharding=sharding,
+    )
+    return result
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value inside a shard_map differs."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(kind.varying) if kind is not None else frozenset(getattr(aval, "vma", ()))
+
+
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, typed as differing over these manual mesh axes."""
+    missing = tuple(axes - varying_axes(jax.typeof(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

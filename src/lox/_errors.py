@@ -1,0 +1,151 @@
+"""The messages a user sees: what happened, with which key and shape, and the corrected call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["LogError"]
+
+
+class LogError(Exception):
+    """A log that can't be carried out as written. The message says why, where, and what to do."""
+
+
+def _keys(spec: Any) -> str:
+    return ", ".join(repr(k) for k in spec.keys)
+
+
+def not_an_array(key: str, value: object, line: str) -> TypeError:
+    return TypeError(
+        f"lox.log at {line}: the value of {key!r} has a part of type {type(value).__name__}, which "
+        "is no array, number or bool. Log its arrays, e.g. "
+        f"lox.log({{{key!r}: jnp.asarray(...)}})."
+    )
+
+
+def no_leaves(key: str, line: str) -> TypeError:
+    return TypeError(
+        f"lox.log at {line}: the value of {key!r} holds no array at all. "
+        f"Leave the key out, or log a number: lox.log({{{key!r}: 0.0}})."
+    )
+
+
+def random_key(key: str, line: str) -> TypeError:
+    return TypeError(
+        f"lox.log at {line}: the value of {key!r} is a random key, which has no numbers to store. "
+        f"Log its data: lox.log({{{key!r}: jax.random.key_data(key)}})."
+    )
+
+
+def bad_key(key: object, line: str) -> TypeError:
+    return TypeError(
+        f"lox.log at {line}: keys are strings, this one is {key!r} ({type(key).__name__}). "
+        f"Write lox.log({{{str(key)!r}: ...}})."
+    )
+
+
+def not_a_mapping(data: object, line: str) -> TypeError:
+    return TypeError(
+        f"lox.log at {line}: the data must map names to values, got {type(data).__name__}. "
+        'Write lox.log({"name": value}).'
+    )
+
+
+def step_name_taken(name: str, line: str) -> ValueError:
+    return ValueError(
+        f"{line}: a step can't be named {name!r}, because logdict has an attribute of that name. "
+        f"Choose another, e.g. {name}_=..."
+    )
+
+
+def unknown_reduction(name: object, known: Iterable[str]) -> ValueError:
+    return ValueError(
+        f"unknown reduction {name!r}. Known are {', '.join(sorted(known))}; "
+        "or pass a lox.Reduction(init, update, merge, finish)."
+    )
+
+
+def not_positive(name: str, value: object) -> ValueError:
+    return ValueError(f"{name} must be a positive integer, got {value!r}. Write {name}=100, say.")
+
+
+def two_shapes(key: str, first: str, here: str, line_first: str, line_here: str) -> ValueError:
+    return ValueError(
+        f"the key {key!r} is logged with two shapes: {first} at {line_first}, "
+        f"and {here} at {line_here}. Rows of one key are stacked, so they must agree. "
+        f"Use two names, e.g. {key + '_a'!r} and {key + '_b'!r}, or reshape one of the values."
+    )
+
+
+def two_dtypes(key: str, first: str, here: str, line_first: str, line_here: str) -> ValueError:
+    return ValueError(
+        f"the key {key!r} is logged as {first} at {line_first} and as {here} at {line_here}, and "
+        "neither type holds the other's values exactly. Convert one of them, e.g. "
+        f"lox.log({{{key!r}: value.astype({first})}})."
+    )
+
+
+def two_steps(key: str, first: Any, here: Any, line_first: str, line_here: str) -> ValueError:
+    show = lambda names: ", ".join(names) or "no step"
+    fix = ", ".join(f"{n}=..." for n in (first or here))
+    return ValueError(
+        f"the key {key!r} is logged with {show(first)} at {line_first}, but with {show(here)} at "
+        f"{line_here}: its steps would not line up with its values. "
+        f"Give both the same steps: lox.log({{{key!r}: ...}}, {fix})."
+    )
+
+
+def two_reductions(key: str, first: str, here: str, lines: tuple[str, str]) -> ValueError:
+    return ValueError(
+        f"the key {key!r} is logged with reduce={first!r} at {lines[0]} and with reduce={here!r} "
+        f"at {lines[1]}. One key has one reduction: use two names."
+    )
+
+
+def unbounded(key: str, line: str) -> LogError:
+    return LogError(
+        f"the key {key!r} (logged at {line}) is inside a while_loop, or a fori_loop with bounds "
+        "that are not static, so the number of its events is not known when compiling. Say how "
+        "many to keep, lox.spool(f, capacity=1000), or reduce them, lox.spool(f, "
+        'reduce="last"), or stream them with lox.tap(f).'
+    )
+
+
+def no_rule(primitive: str, spec: Any, why: str = "") -> LogError:
+    why = why or "lox has no rule for it"
+    return LogError(
+        f"the log of {_keys(spec)} at {spec.line} is inside {primitive!r}, and can't be carried "
+        f"out of it: {why}. Return the value from it and log it outside, or leave the log out "
+        "with lox.nolog(f)."
+    )
+
+
+def at_compile_time(spec: Any) -> LogError:
+    return LogError(
+        f"the log of {_keys(spec)} at {spec.line} runs while the program is being traced (inside "
+        "jax.ensure_compile_time_eval?), where it can't become part of the program. Move it "
+        "outside of that block."
+    )
+
+
+def tangent_logged(spec: Any) -> LogError:
+    return LogError(
+        f"the log of {_keys(spec)} at {spec.line} logs a tangent (in a custom_jvp rule?) of a "
+        "program that is being linearized or differentiated in reverse: there the tangent has no "
+        "value yet. Log it under jax.jvp, or log the cotangent with lox.log_grad(x, name)."
+    )
+
+
+def ragged(key: str) -> ValueError:
+    return ValueError(
+        f"compact() can't drop rows of {key!r}: its lanes hold different numbers of events. Take "
+        "one lane first: jax.tree.map(lambda x: x[i], logs).compact()."
+    )
+
+
+def traced_compact(key: str) -> ValueError:
+    return ValueError(
+        f"compact() works on the host, but {key!r} is a traced value. Call it on what the jitted "
+        "function returned, or keep the rows and use logs.mask."
+    )

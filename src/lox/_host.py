@@ -1,0 +1,165 @@
+"""The host side of `tap`: finding the callback, calling it, and keeping its errors.
+
+A compiled program may outlive the callback it was first called with. So an eager call registers its
+callback under a handle, and the program carries the handle as its token: any callback then works
+with the same compiled program, and nothing is kept alive by it. Inside a user's own `jit` there is
+no such moment, and the callback is part of the program.
+
+An exception in a callback must not kill the program half-way, and XLA would lose its type. It is
+kept, the program goes on, and it is raised at the end of the eager call or by `flush`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import itertools
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._entry import Entry, compacted
+from ._logdict import iterate_entries, logdict
+
+Callback = Callable[[logdict], Any]
+
+
+class Errors:
+    """The first exception of some callbacks, and how many followed it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: BaseException | None = None
+        self._more = 0
+
+    def add(self, error: BaseException) -> None:
+        with self._lock:
+            if self._first is None:
+                self._first = error
+            else:
+                self._more += 1
+
+    def take(self) -> BaseException | None:
+        with self._lock:
+            error, more = self._first, self._more
+            self._first, self._more = None, 0
+        if error is not None and more:
+            error.add_note(f"lox: the callback raised {more} more time(s) in the same program")
+        return error
+
+    def raise_first(self) -> None:
+        error = self.take()
+        if error is not None:
+            raise error
+
+
+pending = Errors()  # of programs that call back on their own time
+_calls: dict[int, tuple[Callback, Errors]] = {}
+_handles = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sink:
+    """Where the events of a tapped program go: a callback, or whatever the token stands for."""
+
+    callback: Callback | None
+
+    def host_function(self, **params: Any) -> Callable:
+        from ._primitive import read
+
+        def call(*args: np.ndarray) -> tuple[np.ndarray]:
+            token = np.asarray(args[-1])
+            known = _calls.get(int(token)) if self.callback is None else (self.callback, pending)
+            if known is not None:
+                callback, errors = known
+                try:
+                    event, _, _ = read([np.asarray(a) for a in args], params)
+                    logs = real_part(event)
+                    if logs:
+                        callback(logs)
+                except BaseException as error:  # raised to the user later, with its own type
+                    errors.add(error)
+            return (token,)
+
+        return call
+
+
+BY_HANDLE = Sink(None)
+
+
+def real_part(event: Any) -> logdict:
+    """The logdict of an event, without the keys and rows that did not happen."""
+    [field], [leaves] = event.spec.fields, event.values
+    logs: logdict = field.tree.unflatten(leaves)
+    entries = {}
+    for key, whole in iterate_entries(logs):
+        entry: Entry | None = _with_lanes(whole, event.mask)
+        in_batch = entry.mask is not None and entry.mask.ndim > entry.layout.events
+        if entry.mask is not None and not in_batch:
+            entry = compacted(entry) if entry.mask.any() else None
+        elif entry.mask is not None and not entry.mask.any():
+            entry = None
+        if entry is not None:
+            entries[key] = entry
+    return logdict.of_entries(entries)
+
+
+def _with_lanes(entry: Entry, lanes: np.ndarray | None) -> Entry:
+    """Restrict an entry to the lanes of the batch that took part."""
+    if lanes is None:
+        return entry
+    x, axis = entry.parts()[0]
+    shape = np.shape(x)[: axis + 1]
+    lanes = np.broadcast_to(lanes.reshape(lanes.shape + (1,) * (len(shape) - lanes.ndim)), shape)
+    return dataclasses.replace(entry, mask=lanes if entry.mask is None else entry.mask & lanes)
+
+
+class EagerCall:
+    """A callback registered for the time of one eager call."""
+
+    def __init__(self, callback: Callback):
+        self.callback, self.errors = callback, Errors()
+        self.handle = next(_handles) % (2**31 - 1)
+
+    def __enter__(self) -> int:
+        _calls[self.handle] = (self.callback, self.errors)
+        return self.handle
+
+    def __exit__(self, *failed: Any) -> None:
+        del _calls[self.handle]
+        if failed[0] is None:
+            self.errors.raise_first()
+
+
+def flush() -> None:
+    """Wait until every pending callback of this thread's programs has run; raise what they raised.
+
+    >>> import jax, lox
+    >>> def f(x):
+    ...     lox.log({"x": x})
+    ...     return x
+    >>> def callback(logs):
+    ...     raise RuntimeError("disk full")
+    >>> y = jax.jit(lox.tap(f, callback))(1.0)
+    >>> lox.flush()
+    Traceback (most recent call last):
+    ...
+    RuntimeError: disk full
+    """
+    jax.effects_barrier()
+    pending.raise_first()
+
+
+@atexit.register
+def _at_exit() -> None:
+    # JAX's own wait at exit comes after this one, too late to show what went wrong.
+    jax.effects_barrier()
+    error = pending.take()
+    if error is not None:
+        print("lox: a tap callback had raised, and lox.flush() was never called:", file=sys.stderr)
+        traceback.print_exception(error)

@@ -1,0 +1,71 @@
+"""The rule for `shard_map`: every shard's events are kept, on a leading axis over the shards.
+
+A value that is the same on all shards (JAX tracks that) is kept once. The axis over the shards
+counts as a batch axis. It is put in front while crossing the border, so that one PartitionSpec
+serves all arrays of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from . import _compat
+from ._collect import Collector
+from ._interpret import register
+from ._rows import Rows
+from ._rules import Args
+from ._survey import Shards, shards_of, survey
+
+
+@register("shard_map")
+def _shard_map(eqn: Any, args: Args, col: Collector) -> Args:
+    params = eqn.params
+    body = _compat.closed(params["jaxpr"])
+    found = survey(body, lambda spec: set(spec.keys), shards_of(params))
+    shards = {key: sites[0].shards for key, sites in found.sites.items()}
+    state = col.borrow(body)
+    outside, specs = col.cross(state, shards)
+
+    def run(state: Any, args: Args) -> Any:
+        state = jax.tree.map(lambda x, s: x if s == P() else x[0], state, specs)
+        outs, state, rows = col.run(body, args, state)
+        state = jax.tree.map(lambda x, s: x if s == P() else x[None], state, specs)
+        groups: dict[Any, dict[str, Rows]] = {}
+        for key, r in rows.items():
+            axes = () if shards[key] is None else shards[key].axes
+            groups.setdefault(axes, {})[key] = _lift(r, axes)
+        return outs, state, [groups.get(g, {}) for g in order]
+
+    order = list(dict.fromkeys(() if s is None else s.axes for s in shards.values()))
+    out = jax.shard_map(
+        run,
+        mesh=params["mesh"],
+        in_specs=(specs, list(params["in_specs"])),
+        out_specs=(list(params["out_specs"]), specs, [P(g) if g else P() for g in order]),
+        axis_names=_compat.manual_axes(params),
+        check_vma=params["check_vma"],
+    )(outside, args)
+    outs, state, groups = out
+    rows = {k: _land(r, shards[k]) for group in groups for k, r in group.items()}
+    col.absorb(col.back(state, shards), rows)
+    return outs
+
+
+def _lift(rows: Rows, axes: tuple[str, ...]) -> Rows:
+    if not axes:
+        return rows
+    up = lambda x: _compat.as_varying(jnp.asarray(x), frozenset(axes))[None]
+    return jax.tree.map(up, rows)
+
+
+def _land(rows: Rows, shards: Shards | None) -> Rows:
+    """Put the shard axis behind the event axis, with the batch axes."""
+    if shards is None:
+        return rows
+    rows = dataclasses.replace(rows, batch=(shards.count, *rows.batch))
+    return rows if rows.single else jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)

@@ -1,0 +1,196 @@
+"""What a traced program logs, found without running it.
+
+`survey` walks a jaxpr, through everything that may hold a log, and lists for each key the places it
+is logged at and how many events there can be. From that, collectors are planned before the first
+equation is interpreted. What could lose a log is an error here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax.extend import core as jex
+
+from . import _compat, _errors
+from ._event import Field, Spec
+from ._primitive import is_log, log_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The manual axes of a shard_map. Unless `checked`, JAX does not track what is replicated."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    checked: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    def differing(self, axes: frozenset[str]) -> Shards | None:
+        """Those axes over which a value differs; None if it is the same on all shards."""
+        if not self.checked:
+            return self
+        kept = [(a, n) for a, n in zip(self.axes, self.sizes, strict=True) if a in axes]
+        if not kept:
+            return None
+        return Shards(tuple(a for a, _ in kept), tuple(n for _, n in kept), True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One key at one log call, with the types of its arrays (batch axes in front)."""
+
+    spec: Spec
+    field: Field
+    values: tuple[Any, ...]  # avals of the leaves
+    steps: tuple[Any, ...]  # avals of the steps
+    batch: tuple[int, ...]
+    masked: bool
+    shards: Shards | None  # the part of a shard_map's mesh over which it differs
+
+
+@dataclasses.dataclass
+class Survey:
+    """For each key in order of first appearance: its sites, and bounds on its number of events."""
+
+    sites: dict[str, list[Site]] = dataclasses.field(default_factory=dict)
+    least: dict[str, float] = dataclasses.field(default_factory=dict)
+    most: dict[str, float] = dataclasses.field(default_factory=dict)
+    looped: set[str] = dataclasses.field(default_factory=set)  # keys logged in some loop
+
+    def add(self, other: Survey, least: float = 1, most: float = 1, loop: bool = False) -> None:
+        """Add what `other` logs, between `least` and `most` times."""
+        self.looped |= set(other.sites) if loop else other.looped
+        for key, sites in other.sites.items():
+            self.sites.setdefault(key, []).extend(sites)
+            self.least[key] = self.least.get(key, 0) + other.least[key] * least
+            self.most[key] = self.most.get(key, 0) + (other.most[key] and other.most[key] * most)
+
+    def only(self, keys: set[str]) -> Survey:
+        """The same, of some keys alone."""
+        part = lambda d: {k: v for k, v in d.items() if k in keys}
+        return Survey(part(self.sites), part(self.least), part(self.most), self.looped & keys)
+
+
+Select = Callable[[Spec], set[str]]
+
+
+def survey(jaxpr: Any, select: Select, shards: Shards | None = None) -> Survey:
+    """What `jaxpr` logs under the keys that `select` picks of each log call."""
+    found = Survey()
+    for eqn in _compat.closed(jaxpr).eqns:
+        if not is_log(eqn.effects):
+            check_hidden(eqn)
+        elif eqn.primitive is log_p:
+            _visit_log(found, eqn, select, shards)
+        else:
+            found.add(_inner(eqn, select, shards))
+    return found
+
+
+def _visit_log(found: Survey, eqn: Any, select: Select, shards: Shards | None) -> None:
+    spec, b = eqn.params["spec"], eqn.params["batch_dims"]
+    avals = [v.aval for v in eqn.invars]
+    wanted, masked = select(spec), eqn.params["masked"]
+    leaves = iter(avals)
+    values = [tuple(next(leaves) for _ in f.ndims) for f in spec.fields]
+    steps = tuple(next(leaves) for _ in spec.steps)
+    batch = tuple(values[0][0].shape[:b])
+    if shards is not None:
+        shards = shards.differing(frozenset().union(*(_compat.varying_axes(a) for a in avals)))
+    for field, leaf_avals in zip(spec.fields, values, strict=True):
+        if field.key in wanted:
+            site = Site(spec, field, leaf_avals, steps, batch, masked, shards)
+            one = Survey({field.key: [site]}, {field.key: 0 if masked else 1}, {field.key: 1})
+            found.add(one)
+
+
+def _inner(eqn: Any, select: Select, shards: Shards | None) -> Survey:
+    """What the bodies of a higher-order equation log, with the number of times they run."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "cond":
+        return _either([survey(b, select, shards) for b in params["branches"]])
+    out = Survey()
+    if name == "scan":
+        out.add(survey(params["jaxpr"], select, shards), params["length"], params["length"], True)
+    elif name == "while":
+        out.add(survey(params["cond_jaxpr"], select, shards), 1, math.inf, True)
+        out.add(survey(params["body_jaxpr"], select, shards), 0, math.inf, True)
+    elif name == "shard_map":
+        out.add(survey(params["jaxpr"], select, shards_of(params)))
+    else:
+        for body in bodies(eqn):
+            out.add(survey(body, select, shards))
+    return out
+
+
+def shards_of(params: dict[str, Any]) -> Shards:
+    """The manual axes of a shard_map equation, in the order of its mesh."""
+    manual, mesh = _compat.manual_axes(params), params["mesh"]
+    axes = tuple(a for a in mesh.axis_names if a in manual)
+    return Shards(axes, tuple(mesh.shape[a] for a in axes), params["check_vma"])
+
+
+def _either(branches: list[Survey]) -> Survey:
+    out = Survey()
+    for branch in branches:
+        out.looped |= branch.looped
+        for key, sites in branch.sites.items():
+            out.sites.setdefault(key, []).extend(sites)
+    for key in out.sites:
+        out.least[key] = min(b.least.get(key, 0) for b in branches)
+        out.most[key] = max(b.most.get(key, 0) for b in branches)
+    return out
+
+
+# Primitives with a rule in `_rules`, and the parameter that holds what they run. Rules add to it.
+BODIES: dict[str, str] = {}
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The jaxprs that a higher-order equation runs; an error if lox does not know it."""
+    parameter = BODIES.get(eqn.primitive.name)
+    if parameter is None:
+        raise _errors.no_rule(eqn.primitive.name, first_log(eqn))
+    body = eqn.params[parameter]
+    return [_compat.closed(getattr(body, "solve", body))]
+
+
+def first_log(eqn: Any) -> Spec:
+    """The description of some log inside an equation, for messages."""
+    for sub in jex.jaxprs_in_params(eqn.params):
+        for inner in sub.eqns:
+            if inner.primitive is log_p:
+                return inner.params["spec"]
+            if any(True for _ in jex.jaxprs_in_params(inner.params)):
+                try:
+                    return first_log(inner)
+                except LookupError:
+                    continue
+    raise LookupError
+
+
+_clean: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def check_hidden(eqn: Any) -> None:
+    """A primitive that takes a body with logs, but does not say so, would lose them in silence."""
+    for sub in _subjaxprs(eqn.params):
+        if sub in _clean:
+            continue
+        for inner in sub.eqns:
+            if inner.primitive is log_p and inner.params["sink"] is None:
+                why = "it hides that there is a log inside"
+                raise _errors.no_rule(eqn.primitive.name, inner.params["spec"], why)
+            check_hidden(inner)
+        _clean.add(sub)
+
+
+def _subjaxprs(params: dict[str, Any]) -> Iterable[Any]:
+    return jex.jaxprs_in_params(params) if params else ()
