@@ -17,7 +17,7 @@ from jax._src.callback import _callback_op_sharding
 from jax._src.interpreters.ad import primitive_linearizations as primitive_linearizations
 from jax.extend import core as jex
 from jax.extend import source_info_util
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 # The effect of `jax.debug.callback` may sit in loops, branches, remat and custom derivatives, and
 # JAX decides that by `isinstance`. Subclassing its type gives our effects the same rights.
@@ -72,6 +72,11 @@ def equation_scope(eqn: Any) -> Iterator[None]:
         eqn.ctx.manager,
     ):
         yield
+
+
+def zero_tangent(x: Any) -> Any:
+    """The symbolic zero among tangents of `x`."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def emit_callback(ctx: Any, host_fun: Any, args: Sequence[Any]) -> Any:

@@ -25,9 +25,9 @@ from jax.extend.core.primitives import cond_p, scan_p, while_p
 from jax.interpreters import ad, batching
 
 from . import _compat
-from ._collect import Anchor, Drop, Mask, Rewrite
+from ._collect import Anchor, Mask, Rewrite
 from ._primitive import EventEffect, is_log
-from ._rules import split, stage
+from ._rules import split, stage, without_logs
 
 Args = list[Any]
 
@@ -169,7 +169,7 @@ def _scan_jvp(primals: Args, tangents: Args, **params: Any) -> Any:
     avals = [jax.typeof(x) for x in primals]
     params, order = _anchored(avals, params)
     counter = jnp.arange(params["length"], dtype=jnp.int32)
-    primals, tangents = [*primals, counter], [*tangents, ad.Zero.from_primal_value(counter)]
+    primals, tangents = [*primals, counter], [*tangents, _compat.zero_tangent(counter)]
     return _jvp_scan([primals[i] for i in order], [tangents[i] for i in order], **params)
 
 
@@ -186,7 +186,7 @@ def _scan_linearize(is_vjp: bool, nonzero: Args, *primals: Any, **params: Any) -
 
     def linear_in_order(*args: Any) -> Any:
         # Residuals come first (in one or two arguments, by version), then the tangents.
-        residuals, tangents = args[:-n], [*args[-n:], ad.Zero.from_primal_value(counter)]
+        residuals, tangents = args[:-n], [*args[-n:], _compat.zero_tangent(counter)]
         return linear(*residuals, *[tangents[i] for i in order])
 
     return (*out, linear_in_order)
@@ -206,14 +206,9 @@ def _while_jvp(primals: Args, tangents: Args, **params: Any) -> Any:
     if not _logs(cond, body):
         return _jvp_while(primals, tangents, **params)
     outs = while_p.bind(*primals, **params)
-    bare = params | dict(cond_jaxpr=_without_events(cond), body_jaxpr=_without_events(body))
+    bare = params | dict(cond_jaxpr=without_logs(cond), body_jaxpr=without_logs(body))
     _, dots = _jvp_while(primals, tangents, **bare)
     return outs, dots
-
-
-def _without_events(jaxpr: Any) -> Any:
-    run = lambda *xs: Drop({}).run(jaxpr, list(xs), {})[0]
-    return jax.make_jaxpr(run)(*jaxpr.in_avals)
 
 
 ad.primitive_jvps[while_p] = _while_jvp

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
 from . import _compat, _errors
 from ._event import Array, Event, Spec, pack, unpack
@@ -102,15 +102,7 @@ def _impl(*args: Array, sink: Any, spec: Spec, **params: Any) -> Any:
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     # An event has no derivative: log the primal values, drop the tangents.
     outs = log_p.bind(*primals, **params)
-    return outs, [ad.Zero.from_primal_value(x) for x in outs]
-
-
-def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    # What JAX does not know yet when it linearizes is a tangent. An event without outputs would be
-    # dropped there in silence.
-    if all(t.pval.is_known() for t in tracers):
-        return trace.default_process_primitive(log_p, tracers, params)
-    raise _errors.tangent_logged(params["spec"])
+    return outs, [_compat.zero_tangent(x) for x in outs]
 
 
 def _transpose(*_: Any, spec: Spec, **__: Any) -> Any:
@@ -148,7 +140,6 @@ def _lower(ctx: Any, *args: Any, sink: Any, spec: Spec, **params: Any) -> Any:
 
 ad.primitive_jvps[log_p] = _jvp
 ad.primitive_transposes[log_p] = _transpose
-partial_eval.custom_partial_eval_rules[log_p] = _partial_eval
 batching.fancy_primitive_batchers[log_p] = _batch
 mlir.register_lowering(log_p, _lower, cacheable=False)
 

@@ -30,6 +30,12 @@ def stage(fun: Callable, *args: Any) -> tuple[Any, Any]:
     return jax.make_jaxpr(fun, return_shape=True)(*args)
 
 
+def without_logs(jaxpr: Any) -> Any:
+    """The same jaxpr with no event left in it."""
+    run = lambda *xs: Drop({}).run(jaxpr, list(xs), {})[0]
+    return jax.make_jaxpr(run)(*jaxpr.in_avals)
+
+
 def split(xs: Args, *sizes: int) -> list[Args]:
     out, start = [], 0
     for size in sizes:
@@ -80,7 +86,7 @@ def _remat(eqn: Any, args: Args, col: Collector) -> Args:
     return _absorb(col, shape, eqn.primitive.bind(*flat, **params))
 
 
-@register("closed_call", "core_call", "core_closed_call", "custom_lin", body="call_jaxpr")
+@register("closed_call", "core_call", "core_closed_call", "eval_jaxpr", body="call_jaxpr")
 def _inline(eqn: Any, args: Args, col: Collector) -> Args:
     body = _compat.closed(eqn.params["call_jaxpr"])
     outs, state, rows = col.run(body, args, col.borrow(body))
@@ -220,17 +226,16 @@ def _padded_branch(new: Any, shape: Any, wanted: Any, state: Any, operands: Args
 # rule says for the outputs; the logs are those of the function itself, with no derivative.
 
 
-def _without_logs(eqn: Any, body_name: str) -> Callable:
+def _plain(eqn: Any, body_name: str) -> Callable:
     """The equation as a function, its body stripped of logs and its custom rule kept."""
-    body = eqn.params[body_name]
-    bare = jax.make_jaxpr(lambda *xs: Drop({}).run(body, list(xs), {})[0])(*body.in_avals)
+    bare = without_logs(eqn.params[body_name])
     params = eqn.primitive.get_bind_params(eqn.params | {body_name: bare})
     return lambda *xs: eqn.primitive.bind(*xs, **params)
 
 
 @register("custom_jvp_call", body="call_jaxpr")
 def _custom_jvp(eqn: Any, args: Args, col: Collector) -> Args:
-    body, plain = eqn.params["call_jaxpr"], _without_logs(eqn, "call_jaxpr")
+    body, plain = eqn.params["call_jaxpr"], _plain(eqn, "call_jaxpr")
 
     @jax.custom_jvp
     def call(state: Any, args: Args) -> Any:
@@ -249,7 +254,7 @@ def _custom_jvp(eqn: Any, args: Args, col: Collector) -> Args:
 
 @register("custom_vjp_call", "custom_vjp_call_jaxpr", body="call_jaxpr")
 def _custom_vjp(eqn: Any, args: Args, col: Collector) -> Args:
-    body, plain = eqn.params["call_jaxpr"], _without_logs(eqn, "call_jaxpr")
+    body, plain = eqn.params["call_jaxpr"], _plain(eqn, "call_jaxpr")
 
     @jax.custom_vjp
     def call(state: Any, args: Args) -> Any:
@@ -278,7 +283,7 @@ def _zero_tangent(x: Any) -> Any:
 
 @register("custom_vmap_call", body="call")
 def _custom_vmap(eqn: Any, args: Args, col: Collector) -> Args:
-    body, plain = eqn.params["call"], _without_logs(eqn, "call")
+    body, plain = eqn.params["call"], _plain(eqn, "call")
 
     @jax.custom_batching.custom_vmap
     def call(state: Any, args: Args) -> Any:
@@ -300,25 +305,25 @@ def _custom_vmap(eqn: Any, args: Args, col: Collector) -> Args:
 
 @register("custom_linear_solve", body="jaxprs")
 def _linear_solve(eqn: Any, args: Args, col: Collector) -> Args:
-    # The solver's logs leave as its auxiliary output, which JAX keeps out of the derivative.
+    # What the solver logs leaves as its auxiliary output, which JAX keeps out of the derivative.
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    *consts, b = split(args, *lengths)
-    bare = lambda jaxpr, c: lambda xs: Drop({}).run(jaxpr, [*c, *xs], {})[0]
-    matvec, _, _, transpose_solve = (
-        None if j is None else bare(j, c) for j, c in zip(jaxprs, consts, strict=True)
+    matvec, vecmat, solve, transposed, b = split(args, *lengths)
+    state = col.borrow(jaxprs.solve)
+    flat_state = jax.tree.leaves(state)
+    new, shape = stage(lambda s, xs: col.run(jaxprs.solve, xs, s), state, [*solve, *b])
+    bare = [None if j is None else without_logs(j) for j in jaxprs]
+    if bare[3] is not None:  # must return as many auxiliary outputs
+        bare[3] = _with_zeros(bare[3], new.out_avals[len(eqn.outvars) :])
+    flat = eqn.primitive.bind(
+        *[*matvec, *vecmat, *flat_state, *solve, *transposed, *b],
+        const_lengths=lengths._replace(solve=len(flat_state) + lengths.solve),
+        jaxprs=type(jaxprs)(*bare)._replace(solve=new),
     )
-    state, n = col.borrow(jaxprs.solve), len(b)
+    return _absorb(col, shape, flat)
 
-    def solve(_: Any, b: Args) -> Any:
-        outs, new_state, rows = col.run(jaxprs.solve, [*consts[2], *b], state)
-        return outs[:n], (outs[n:], new_state, rows)
 
-    x, (aux, state, rows) = lax.custom_linear_solve(
-        matvec,
-        b,
-        solve,
-        transpose_solve=None if transpose_solve is None else lambda _, b: transpose_solve(b),
-        has_aux=True,
-    )
-    col.absorb(state, rows)
-    return [*x, *aux]
+def _with_zeros(jaxpr: Any, avals: list[Any]) -> Any:
+    """The same jaxpr, returning zeros of these types as well."""
+    run = jex.jaxpr_as_fun(jaxpr)
+    zeros = lambda: [jnp.zeros(a.shape, a.dtype) for a in avals]
+    return jax.make_jaxpr(lambda *xs: [*run(*xs), *zeros()])(*jaxpr.in_avals)
