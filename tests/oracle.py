@@ -30,8 +30,8 @@ def record(build: Callable, x: Any) -> tuple[Any, list[tuple[dict, dict, tuple]]
     calls, lanes = [], []
 
     def log(data, *, tags=(), explicit=False, prefix="", reduce=None, **steps):
-        to_numpy = lambda t: jax.tree.map(np.asarray, t)
-        calls.append((to_numpy(dict(data)), to_numpy(steps), tuple(lanes)))
+        to_numpy = lambda d: {k: jax.tree.map(np.asarray, v) for k, v in d.items()}
+        calls.append((to_numpy(data), to_numpy(steps), tuple(lanes)))
 
     def vmap(f):
         def mapped(xs):
@@ -78,6 +78,7 @@ def events_of(logs: lox.logdict) -> dict[str, tuple[Any, dict]]:
 def by_lane(logs: lox.logdict) -> dict[str, tuple[Any, dict]]:
     """Events with the lanes of vmaps apart, since those may have different numbers of them."""
     out = {}
+    logs = jax.tree.map(np.asarray, logs)  # on the host everything below is quick
     for key in logs:
         one, layout = logs.filter(lambda k, _, key=key: k == key), logs.layouts[key]
         leaf = jax.tree.leaves(one[key])[0]

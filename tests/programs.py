@@ -23,7 +23,7 @@ class Program:
     loops_while: bool = False  # needs capacity= or reduce=
     reverse_mode: bool = True  # can be differentiated in reverse
     oracle: bool = True  # runs under jax.disable_jit
-    batches: bool = True  # can be vmapped
+    reruns: bool = False  # its derivative runs (and logs) it again, or JAX has none
 
 
 TABLE: list[Program] = []
@@ -207,7 +207,7 @@ def in_named_scope(log):
     return f
 
 
-@program(oracle=False, reverse_mode=False)
+@program(oracle=False, reverse_mode=False, reruns=True)
 def in_custom_vmap(log):
     @jax.custom_batching.custom_vmap
     def g(x):
@@ -235,7 +235,7 @@ def in_vmap(log):
     return lambda x: jax.vmap(g)(x.reshape(2, 2))
 
 
-@program(oracle=False)
+@program(oracle=False, reruns=True)
 def in_linear_solve(log):
     def f(x):
         a = jnp.diag(jnp.arange(1.0, 5.0))

@@ -36,6 +36,7 @@ class Collector:
     """The common part; a collector says what to do with an event."""
 
     effect: ClassVar[type] = LogEffect
+    defers: ClassVar[bool] = False  # may events wait until the equations after them are bound
 
     def __init__(self, state: State):
         self.state = state
@@ -47,6 +48,10 @@ class Collector:
     def loop(self, eqn: Any, args: list[Array]) -> list[Array] | None:
         """A chance to treat a whole loop in its own way; None leaves it to the rule."""
         return None
+
+    def for_rules(self) -> Collector:
+        """What to do with events of a custom derivative's own rule. They are not the function's."""
+        return Drop({})
 
     def borrow(self, *jaxprs: Any) -> State:
         return self.state
@@ -82,6 +87,9 @@ class Rewrite(Collector):
     """Bind every event again, changed. The state is what the change needs, read only."""
 
     effect = EventEffect
+
+    def for_rules(self) -> Collector:
+        return self
 
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
         event, anchor, token = read(args, params)

@@ -2,7 +2,7 @@
 
     interpret : jaxpr, args, collector -> outs
 
-An equation that holds no log is bound again untouched; its effects tell. A log goes to the
+Equations that hold no log are bound again untouched; their effects tell. A log goes to the
 collector. For anything else there is one rule per primitive (`_rules`), which calls the public JAX
 function again with a new body. Jaxprs are never edited: JAX caches and shares them.
 """
@@ -41,16 +41,56 @@ def register(*names: str, body: str = "") -> Callable[[Rule], Rule]:
 
 def interpret(jaxpr: Any, args: Sequence[Any], collector: Any) -> list[Any]:
     """Run a closed jaxpr on `args`, giving its logs to `collector`."""
-    env: dict[Any, Any] = {}
-    read = lambda v: v.val if isinstance(v, jex.Literal) else env[v]
     plain = getattr(jaxpr, "jaxpr", jaxpr)
+    env: dict[Any, Any] = {}
     env.update(zip(plain.constvars, jaxpr.consts, strict=True))
     env.update(zip(plain.invars, args, strict=True))
-    for eqn in plain.eqns:
-        with _compat.equation_scope(eqn):
-            outs = _equation(eqn, [read(v) for v in eqn.invars], collector)
-        env.update(zip(eqn.outvars, outs, strict=True))
+    read = lambda v: v.val if isinstance(v, jex.Literal) else env[v]
+    for pure, events, other in _stretches(plain, collector):
+        _run_pure(plain, pure, env, read)
+        for eqn in events + other:
+            with _compat.equation_scope(eqn):
+                outs = _equation(eqn, [read(v) for v in eqn.invars], collector)
+            env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in plain.outvars]
+
+
+# Pure equations without a log need no look at each: they are bound again in stretches.
+
+Stretch = tuple[list[Any], list[Any], list[Any]]  # pure equations, events that follow, others
+
+
+def _stretches(jaxpr: Any, collector: Any) -> list[Stretch]:
+    """Cut a jaxpr at the equations that must be looked at."""
+    cuts: list[Stretch] = [([], [], [])]
+    for eqn in jaxpr.eqns:
+        pure, events, other = cuts[-1]
+        is_event = eqn.primitive is log_p and is_log(eqn.effects, collector.effect)
+        if not eqn.effects and not other and not (events and not collector.defers):
+            pure.append(eqn)
+        elif is_event and not other:
+            events.append(eqn)
+        elif not eqn.effects:
+            cuts.append(([eqn], [], []))
+        elif is_event:
+            cuts.append(([], [eqn], []))
+        else:
+            other.append(eqn)
+    return cuts
+
+
+def _run_pure(jaxpr: Any, eqns: list[Any], env: dict[Any, Any], read: Callable) -> None:
+    if len(eqns) < 4:
+        for eqn in eqns:
+            with _compat.equation_scope(eqn):
+                outs = _compat.bind(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return
+    outs = [v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)]
+    made = set(outs)
+    used = {v: None for eqn in eqns for v in eqn.invars if not isinstance(v, jex.Literal)}
+    ins = [v for v in used if v not in made]
+    env.update(zip(outs, _compat.bind_together(jaxpr, eqns, ins, outs, [env[v] for v in ins])))
 
 
 def _equation(eqn: Any, args: list[Any], collector: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,6 @@ class logdict(dict):
 
     def __init__(self, data: Mapping[str, Any] | None = None, /, **steps: Any):
         super().__init__()
-        self._entries: dict[str, Entry] = {}
         for name in steps:
             if name in RESERVED:
                 raise _errors.step_name_taken(name, "logdict")
@@ -68,6 +68,14 @@ class logdict(dict):
         for key, entry in entries.items():
             logs._put(key, entry)
         return logs
+
+    @functools.cached_property
+    def _entries(self) -> dict[str, Entry]:
+        static, children = self.__dict__.pop("_packed", ((), ()))
+        return {
+            key: Entry(value, dict(zip(names, steps, strict=True)), layout, mask, count)
+            for (key, names, layout), (value, steps, mask, count) in zip(static, children)
+        }
 
     def _put(self, key: str, entry: Entry) -> None:
         dict.__setitem__(self, key, entry.value)
@@ -254,9 +262,12 @@ def _flatten_with_keys(logs: logdict) -> tuple[list[Any], Any]:
 
 
 def _unflatten(static: Any, children: Any) -> logdict:
-    logs = logdict()
-    for (key, names, layout), (value, steps, mask, count) in zip(static, children, strict=True):
-        logs._put(key, Entry(value, dict(zip(names, steps)), layout, mask, count))
+    # This runs at every call of a compiled function: the entries are made when first asked for.
+    logs = logdict.__new__(logdict)
+    children = tuple(children)
+    for (key, _, _), child in zip(static, children):
+        dict.__setitem__(logs, key, child[0])
+    logs._packed = (static, children)
     return logs
 
 

@@ -222,20 +222,26 @@ def _padded_branch(new: Any, shape: Any, wanted: Any, state: Any, operands: Args
 
 
 # --- custom derivatives and batching -----------------------------------------------------------
-# The rewritten function returns its logs beside its outputs. Differentiated, it does what the user's
-# rule says for the outputs; the logs are those of the function itself, with no derivative.
+# The new function returns its logs beside its outputs. Differentiated, its outputs follow the
+# user's rule, which is traced and run through the collector that `for_rules` names; the logs are
+# those of the function itself, and have no derivative.
 
 
-def _plain(eqn: Any, body_name: str) -> Callable:
-    """The equation as a function, its body stripped of logs and its custom rule kept."""
-    bare = without_logs(eqn.params[body_name])
-    params = eqn.primitive.get_bind_params(eqn.params | {body_name: bare})
-    return lambda *xs: eqn.primitive.bind(*xs, **params)
+def _bound(eqn: Any) -> Callable:
+    """The equation as a function, with its custom rule."""
+    return lambda *xs: _compat.bind(eqn, xs)
+
+
+def _traced(col: Collector, fun: Callable, state: Any, *args: Any) -> Any:
+    """Call `fun(*args)`, its events given to `col`; returns its result alone."""
+    jaxpr, shape = stage(fun, *args)
+    outs, _, _ = col.run(jaxpr, jax.tree.leaves(args), state)
+    return jax.tree.structure(shape).unflatten(outs)
 
 
 @register("custom_jvp_call", body="call_jaxpr")
 def _custom_jvp(eqn: Any, args: Args, col: Collector) -> Args:
-    body, plain = eqn.params["call_jaxpr"], _plain(eqn, "call_jaxpr")
+    body, rules = eqn.params["call_jaxpr"], col.for_rules()
 
     @jax.custom_jvp
     def call(state: Any, args: Args) -> Any:
@@ -243,9 +249,13 @@ def _custom_jvp(eqn: Any, args: Args, col: Collector) -> Args:
 
     @call.defjvp
     def jvp(primals: Any, tangents: Any) -> Any:
-        outs, dots = jax.jvp(lambda *xs: plain(*xs), primals[1], tangents[1])
-        _, state, rows = logged = call(*primals)
-        return (outs, *logged[1:]), (dots, *jax.tree.map(_zero_tangent, (state, rows)))
+        state, args = primals
+        derive = lambda xs, ts: jax.jvp(_bound(eqn), xs, ts)
+        outs, dots = _traced(rules, derive, state, list(args), list(tangents[1]))
+        rows = {}
+        if rules is not col:
+            _, state, rows = call(state, args)
+        return (outs, state, rows), (dots, *jax.tree.map(_zero_tangent, (state, rows)))
 
     outs, state, rows = call(col.borrow(body), args)
     col.absorb(state, rows)
@@ -254,20 +264,23 @@ def _custom_jvp(eqn: Any, args: Args, col: Collector) -> Args:
 
 @register("custom_vjp_call", "custom_vjp_call_jaxpr", body="call_jaxpr")
 def _custom_vjp(eqn: Any, args: Args, col: Collector) -> Args:
-    body, plain = eqn.params["call_jaxpr"], _plain(eqn, "call_jaxpr")
+    body, rules = eqn.params["call_jaxpr"], col.for_rules()
 
     @jax.custom_vjp
     def call(state: Any, args: Args) -> Any:
         return col.run(body, args, state)
 
     def fwd(state: Any, args: Args) -> Any:
-        outs, vjp = jax.vjp(lambda *xs: plain(*xs), *args)
-        _, state, rows = call(state, args)
-        return (outs, state, rows), (vjp, jax.tree.map(jnp.zeros_like, state))
+        outs, vjp = _traced(rules, lambda xs: jax.vjp(_bound(eqn), *xs), state, args)
+        before, rows = state, {}
+        if rules is not col:
+            _, state, rows = call(state, args)
+        return (outs, state, rows), (vjp, before)
 
     def bwd(saved: Any, cts: Any) -> Any:
-        vjp, zero_state = saved
-        return jax.tree.map(_zero_tangent, zero_state), list(vjp(cts[0]))
+        vjp, state = saved
+        back = _traced(rules, lambda v, ct: list(v(ct)), state, vjp, cts[0])
+        return jax.tree.map(_zero_tangent, state), back
 
     call.defvjp(fwd, bwd)
     outs, state, rows = call(col.borrow(body), args)
@@ -283,7 +296,7 @@ def _zero_tangent(x: Any) -> Any:
 
 @register("custom_vmap_call", body="call")
 def _custom_vmap(eqn: Any, args: Args, col: Collector) -> Args:
-    body, plain = eqn.params["call"], _plain(eqn, "call")
+    body, rules = eqn.params["call"], col.for_rules()
 
     @jax.custom_batching.custom_vmap
     def call(state: Any, args: Args) -> Any:
@@ -292,10 +305,12 @@ def _custom_vmap(eqn: Any, args: Args, col: Collector) -> Args:
     @call.def_vmap
     def rule(size: int, in_batched: Any, state: Any, args: Args) -> Any:
         axes = jax.tree.map(lambda b: 0 if b else None, in_batched)
-        outs = jax.vmap(plain, in_axes=axes[1], axis_size=size)(*args)
-        run = lambda s, xs: col.run(body, xs, s)
-        logged = jax.vmap(run, in_axes=tuple(axes), axis_size=size)(state, args)
-        out = (outs, *logged[1:])
+        mapped = jax.vmap(_bound(eqn), in_axes=axes[1], axis_size=size)
+        outs, rows = _traced(rules, lambda xs: mapped(*xs), state, args), {}
+        if rules is not col:
+            run = lambda s, xs: col.run(body, xs, s)
+            _, state, rows = jax.vmap(run, in_axes=tuple(axes), axis_size=size)(state, args)
+        out = (outs, state, rows)
         return out, jax.tree.map(lambda _: True, out)
 
     outs, state, rows = call(col.borrow(body), args)

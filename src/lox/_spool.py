@@ -21,6 +21,8 @@ from ._rows import Rows, expand
 class Spool(Collector):
     """Collect the planned keys; pass on the others, and all with `keep_logs`."""
 
+    defers = True
+
     def __init__(self, plan: Plan, options: Options):
         super().__init__({t.key: _initial(t) for t in plan.values() if t.kind != "rows"})
         self.plan, self.options = plan, options

@@ -8,6 +8,7 @@ window, or once at the end where there are no windows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -127,6 +128,9 @@ class Stream(Collector):
     def loop(self, eqn: Any, args: list[Array]) -> list[Array] | None:
         if self.options.every is None:
             return None
+        bodies = [eqn.params[n] for n in ("jaxpr", "cond_jaxpr", "body_jaxpr") if n in eqn.params]
+        if any(math.isinf(m) for b in bodies for m in survey(b, self.options.select).most.values()):
+            return None  # an iteration may log without bound: windows go around the loops inside
         cut = _cut_scan if eqn.primitive.name == "scan" else _cut_while
         return cut(self, eqn, args, self.options.every)
 
