@@ -1,7 +1,8 @@
 # Needs Python 3.11 or later, git and make. Everything else is installed into .venv.
 
 ifeq ($(origin PYTHON),undefined)
-PYTHON := $(shell python3.11 -c '' >/dev/null 2>&1 && echo python3.11 || echo python3)
+PYTHON := $(shell python3.11 -c 'import venv, ensurepip' >/dev/null 2>&1 && echo python3.11 \
+  || echo python3)
 endif
 VENV := .venv
 PY := $(VENV)/bin/python

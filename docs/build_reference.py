@@ -3,8 +3,8 @@
     python docs/build_reference.py            write it
     python docs/build_reference.py --check    fail if it is out of date
 
-A docstring is a sentence, an example, arguments without types, and what is returned. Types come from
-the signature.
+A docstring is a sentence, an example, arguments without types, and what is returned. Types come
+from the signature.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def public(module: types.ModuleType) -> dict[str, Any]:
     """The public functions and classes of a package, in the order of its `__init__`."""
     names = [n for n in vars(module) if not n.startswith("_")]
     ours = lambda x: getattr(x, "__module__", "").split(".")[0] == module.__name__
-    return {n: vars(module)[n] for n in names if callable(vars(module)[n]) and ours(vars(module)[n])}
+    return {
+        n: vars(module)[n] for n in names if callable(vars(module)[n]) and ours(vars(module)[n])
+    }
 
 
 def members(cls: type) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def signature(name: str, fun: Any, drop_first: bool = False) -> str:
 
 
 def parameter(p: inspect.Parameter) -> str:
+    """One parameter of a signature, with its type and default."""
     stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
     kind = "" if p.annotation is p.empty else f": {annotation(p.annotation)}"
     if p.default is p.empty:
@@ -80,6 +83,7 @@ def parameter(p: inspect.Parameter) -> str:
 
 
 def annotation(kind: Any) -> str:
+    """A type as it was written."""
     return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
 
 
@@ -98,10 +102,12 @@ def body(doc: str) -> str:
 
 
 def section(level: int, title: str, sign: str, doc: str) -> str:
+    """A heading, a signature, a docstring."""
     return f"{'#' * level} {title}\n\n```text\n{sign}\n```\n\n{body(doc)}\n"
 
 
 def symbol(package: str, name: str, thing: Any) -> list[str]:
+    """The sections of one public name: its own, and those of its members."""
     full = f"{package}.{name}"
     doc = inspect.getdoc(thing) or ""
     if not isinstance(thing, type):

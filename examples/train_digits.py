@@ -65,7 +65,7 @@ def train(key, train_set, test_set, steps):
         value_and_grad = jax.value_and_grad(evaluate, has_aux=True)
         (loss, accuracy), grads = value_and_grad(params, x[rows], y[rows])
         lox.log({"loss": loss, "accuracy": accuracy}, step=i)
-        lox.log({"grad_norm": optax.global_norm(grads)}, reduce="max", step=i)
+        lox.log({"grad_norm": optax.tree.norm(grads)}, reduce="max", step=i)
         updates, state = optimizer.update(grads, state)
         params = optax.apply_updates(params, updates)
 
@@ -165,7 +165,7 @@ def picture(logs: lox.logdict, path: pathlib.Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yscale("log")
-    axes[1].set_ylim(top=1.005)
+    axes[1].set_ylim(min(0.7, float(logs["test accuracy"][:, -1].min())), 1.005)
     seeds = len(logs["loss"])
     axes[0].legend(frameon=False, title=f"mean and range of {seeds} seeds")
     figure.savefig(path, dpi=150)

@@ -3,7 +3,7 @@
 A program is a nested tuple of statements that change one number `x`; `t` is the index of the
 innermost loop or lane. All numbers are small integers held in float32, so both runs are exact.
 
-LOX_EXAMPLES=500 in the environment makes the run longer.
+LOX_EXAMPLES=500 in the environment makes the run longer, and shrinks what it finds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from jax import lax
-from oracle import assert_same, by_lane, lane, stacked
 
 import lox
+from oracle import assert_same, by_lane, lane, stacked
 
 EXAMPLES = int(os.environ.get("LOX_EXAMPLES", "0"))
 STARTS = (1.0, 4.0, 6.0)
@@ -31,6 +30,7 @@ settings.register_profile(
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,
+    phases=[Phase.explicit, Phase.generate] + [Phase.shrink] * bool(EXAMPLES),
     suppress_health_check=list(HealthCheck),
 )
 
@@ -224,9 +224,6 @@ def has_reverse_mode(program):
 def oracle(program, *starts):
     runs = [Plain(program, x) for x in starts]
     assume(any(r.calls for r in runs) and max(len(r.calls) for r in runs) < MOST)
-    for name in ("scan", "while", "switch", "vmap", *WRAPPERS):
-        if holds(program, name):
-            event(name)
     return runs if len(runs) > 1 else runs[0]
 
 
@@ -236,9 +233,14 @@ def spool(f, **options):
 
 # --- the laws ------------------------------------------------------------------------------------
 
+SCALAR, TREE = (("log", "scalar"),), (("log", "tree"),)
+NONE = (("fori", 0, SCALAR),)  # a loop that never runs
 
-@examples(40)
+
+@examples(30)
 @given(programs, st.sampled_from(STARTS))
+@example((*TREE, ("switch", [NONE, SCALAR])), 6.0)
+@example((*TREE, ("while", 3, (), NONE), *SCALAR), 1.0)
 def test_spool_returns_the_events(program, x):
     want = oracle(program, x)
     f = compiled(program)
@@ -248,7 +250,7 @@ def test_spool_returns_the_events(program, x):
     assert_same(by_lane(logs), stacked(want.calls), rtol=0)
 
 
-@examples(15)
+@examples(10)
 @given(programs)
 def test_spool_and_vmap_commute(program):
     wants = oracle(program, *STARTS)
@@ -259,8 +261,15 @@ def test_spool_and_vmap_commute(program):
             assert_same(by_lane(lane(logs, i)), stacked(want.calls), rtol=0)
 
 
+# Loops whose bodies log what they pass through unchanged.
+PASSING = (("fori", 2, (("switch", [SCALAR, SCALAR]),)),)
+PASSING_REMAT = (("fori", 3, (("remat", (("scan", 1, False, 1, SCALAR),)),)),)
+
+
 @examples(15)
 @given(programs.filter(has_reverse_mode), st.sampled_from(STARTS))
+@example(PASSING, 1.0)
+@example(PASSING_REMAT, 1.0)
 def test_grad_logs_every_event_once(program, x):
     want = oracle(program, x)
     f = compiled(program)
@@ -274,6 +283,8 @@ def test_grad_logs_every_event_once(program, x):
 
 @examples(10)
 @given(programs.filter(has_reverse_mode))
+@example(PASSING)
+@example(PASSING_REMAT)
 def test_vmap_of_grad_logs_every_event_once(program):
     wants = oracle(program, *STARTS)
     _, logs = spool(jax.vmap(jax.grad(compiled(program))))(jnp.array(STARTS))
@@ -283,6 +294,7 @@ def test_vmap_of_grad_logs_every_event_once(program):
 
 @examples(10)
 @given(programs.filter(lambda p: not holds(p, "vjp")), st.sampled_from(STARTS))
+@example((("scan", 3, False, 1, (("while", 0, TREE, TREE),)),), 1.0)
 def test_jvp_logs_every_event_once(program, x):
     want = oracle(program, x)
     f = compiled(program)
@@ -293,6 +305,7 @@ def test_jvp_logs_every_event_once(program, x):
 
 @examples(10)
 @given(programs, st.sampled_from(STARTS), st.integers(1, 4))
+@example((*SCALAR, *NONE), 1.0, 1)
 def test_capacity_keeps_the_latest_of_a_while_loop(program, x, capacity):
     looped = (("while", 3, (), program),)
     want = oracle(looped, x)
@@ -306,6 +319,7 @@ def test_capacity_keeps_the_latest_of_a_while_loop(program, x, capacity):
 
 @examples(10)
 @given(programs, st.sampled_from(STARTS), st.integers(2, 3))
+@example((*TREE, *NONE), 1.0, 2)
 def test_interval_keeps_every_nth_event(program, x, n):
     want = oracle(program, x)
     thin = {k: jax.tree.map(lambda v: v[::n], e) for k, e in stacked(want.calls).items()}
@@ -379,6 +393,8 @@ def test_tap_of_vmap_carries_the_events_of_every_lane(program, every):
 
 @examples(15)
 @given(programs, st.sampled_from(STARTS), st.integers(1, 4))
+@example((("while", 1, TREE, NONE),), 1.0, 1)
+@example((("while", 1, TREE, (("fori", 0, (("while", 1, (), SCALAR),)),)),), 1.0, 1)
 def test_windows_lose_nothing(program, x, every):
     want = oracle(program, x)
     seen = []
@@ -398,6 +414,7 @@ def test_tap_interval_sends_every_nth_event(program, x, n):
 
 @examples(10)
 @given(programs.filter(has_reverse_mode), st.sampled_from(STARTS))
+@example(PASSING, 1.0)
 def test_tap_under_grad_sends_every_event_once(program, x):
     want = oracle(program, x)
     seen = []

@@ -48,7 +48,16 @@ def log(name: str, value: Any, reduction: str = "replace") -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logs:
-    """What a function logged. A pytree."""
+    """What a function logged. A pytree.
+
+    >>> import logify
+    >>> @logify.logify
+    ... def f(x):
+    ...     logify.log("x", x, reduction="sum")
+    >>> _, logs = f(2.0)
+    >>> float(logs.asdict()["x"]["sum"])
+    2.0
+    """
 
     logs: lox.logdict
 
@@ -62,7 +71,22 @@ class Logs:
 
 
 def logify(fun: Callable) -> Callable[..., tuple[Any, Logs]]:
-    """Transform `fun` so that it returns `(out, Logs)`. Any order with jit, vmap and grad works."""
+    """Transform `fun` so that it returns `(out, Logs)`. Any order with jit, vmap and grad works.
+
+    >>> import jax, jax.numpy as jnp, logify
+    >>> def f(x):
+    ...     logify.log("x", x)
+    ...     return 2 * x
+    >>> out, logs = jax.jit(jax.vmap(logify.logify(f)))(jnp.arange(3))
+    >>> print(out, logs.asdict()["x"]["replace"])
+    [0 2 4] [0 1 2]
+
+    Arguments:
+
+    - `fun`: any function that JAX can trace.
+
+    Returns a function with the arguments of `fun`.
+    """
     spooled = lox.spool(fun, tags=(_TAG,))
 
     @functools.wraps(fun, updated=())

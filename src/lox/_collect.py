@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from . import _compat
 from ._event import Array, Event
 from ._interpret import interpret
-from ._primitive import EventEffect, LogEffect, emit, read
+from ._primitive import EventEffect, LogEffect, emit, handed_on, is_log, read
 from ._rows import Rows, combine
 from ._survey import survey
 
@@ -84,7 +84,7 @@ class Collector:
 
 
 class Rewrite(Collector):
-    """Bind every event again, changed. The state is what the change needs, read only."""
+    """Bind every event again, changed."""
 
     effect = EventEffect
 
@@ -93,34 +93,40 @@ class Rewrite(Collector):
 
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
         event, anchor, token = read(args, params)
-        event, anchor = self.change(event, anchor)
-        token = emit(event, anchor, params["sink"], token)
-        return [] if token is None else [token]
+        outs = self.bind_again(event, anchor, params["sink"], token)
+        return [x for x in outs if x is not None]
 
-    def change(self, event: Event, anchor: Array | None) -> tuple[Event, Array | None]:
+    def bind_again(self, event: Event, anchor: Any, sink: Any, token: Any) -> tuple[Any, Any]:
         raise NotImplementedError
 
 
 class Mask(Rewrite):
-    """Events happen only where a condition holds: `state["where"]`."""
+    """Events happen only where a condition holds: `state["where"]`, read only."""
 
-    def change(self, event: Event, anchor: Array | None) -> tuple[Event, Array | None]:
-        return event.masked(self.state["where"]), anchor
+    def bind_again(self, event: Event, anchor: Any, sink: Any, token: Any) -> tuple[Any, Any]:
+        return emit(event.masked(self.state["where"]), anchor, sink, token)
 
 
 class Anchor(Rewrite):
-    """Events depend on the iteration of the loop they are in: `state["iteration"]`."""
+    """Events are strung on `state["anchor"]`, which the loop around them carries."""
 
-    def change(self, event: Event, anchor: Array | None) -> tuple[Event, Array | None]:
-        here = self.state["iteration"]
-        return event, here if anchor is None else anchor + here
+    def bind_again(self, event: Event, anchor: Any, sink: Any, token: Any) -> tuple[Any, Any]:
+        here = self.state["anchor"]
+        # An event that has an anchor already, of a loop further out, is strung on both.
+        new, token = emit(event, here if anchor is None else anchor + here, sink, token)
+        self.state = {"anchor": new}
+        return (None if anchor is None else new), token
 
 
 class Drop(Rewrite):
     """Events disappear."""
 
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
-        return [] if params["sink"] is None else [args[-1]]
+        return handed_on(args, params)
+
+
+def has_events(*jaxprs: Any) -> bool:
+    return any(is_log(j.effects, EventEffect) for j in jaxprs)
 
 
 _keys: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()

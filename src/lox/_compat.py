@@ -136,3 +136,30 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     """`x`, typed as differing over these manual mesh axes."""
     missing = tuple(axes - varying_axes(jax.typeof(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def explicit_sharding(aval: Any) -> bool:
+    """Does the type of this value say how it is sharded (a mesh with Explicit axes)?"""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is not None and not mesh.empty and mesh.are_all_axes_explicit
+
+
+def reshard_behind(x: Any, like: Any) -> Any:
+    """`x`, with one axis more in front, sharded behind it as the type of another value says."""
+    if not explicit_sharding(like):
+        return x
+    spec = jax.sharding.PartitionSpec(None, *like.sharding.spec)
+    return jax.reshard(x, jax.sharding.NamedSharding(like.sharding.mesh, spec))
+
+
+def reshard_for(x: Any, mesh: Any, spec: Any) -> Any:
+    """`x` as an argument of a shard_map, which wants it sharded already over Explicit axes."""
+    if not mesh.are_all_axes_explicit:
+        return x
+    return jax.reshard(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+def reshard_like(x: Any, like: Any) -> Any:
+    """`x`, sharded as the type of another value says."""
+    return jax.reshard(x, like.sharding) if explicit_sharding(like) else x

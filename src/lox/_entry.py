@@ -108,10 +108,10 @@ def as_events(entry: Entry) -> Entry:
 
 
 def concatenated(key: str, a: Entry, b: Entry) -> Entry:
-    if tuple(a.steps) != tuple(b.steps):
+    if set(a.steps) != set(b.steps):
         raise _errors.two_steps(key, tuple(a.steps), tuple(b.steps), "the left", "the right")
     count = None if a.count is None and b.count is None else count_of(a) + count_of(b)
-    a, b = as_events(a), as_events(b)
+    a, b = as_events(a), _steps_in_order(as_events(b), tuple(a.steps))
     if a.mask is not None or b.mask is not None:
         a, b = (e if e.mask is not None else _all_real(e) for e in (a, b))
     both = list(zip(a.parts(), b.parts(), strict=True))
@@ -122,6 +122,12 @@ def concatenated(key: str, a: Entry, b: Entry) -> Entry:
     xp = _numpy([x for pair in both for x, _ in pair])
     arrays = [xp.concatenate([x, y], axis) for (x, axis), (y, _) in both]
     return a.rebuilt(arrays, True, count)
+
+
+def _steps_in_order(entry: Entry, names: tuple[str, ...]) -> Entry:
+    ranks = dict(zip(entry.steps, entry.layout.step_ndims, strict=True))
+    layout = dataclasses.replace(entry.layout, step_ndims=tuple(ranks[n] for n in names))
+    return dataclasses.replace(entry, steps={n: entry.steps[n] for n in names}, layout=layout)
 
 
 def _without(x: Array, axis: int) -> tuple[int, ...]:
@@ -152,8 +158,10 @@ def reduced(entry: Entry, reduction: Any, keep_steps: bool) -> Entry:
     mask = None if entry.mask is None else entry.mask.any(-1)
     if reduction.name == "count":
         tree, values = jax.tree.structure(0), values[:1]
-    ndims = tuple(np.ndim(v) - event_axis(leaves[0], entry.layout.ndims[0]) for v in values)
-    return Entry(tree.unflatten(values), steps, Layout(False, ndims, step_ndims), mask)
+    lanes = np.shape(leaves[0])[: event_axis(leaves[0], entry.layout.ndims[0])]
+    ndims = tuple(np.ndim(v) - len(lanes) for v in values)
+    count = jnp.broadcast_to(count_of(entry), lanes)
+    return Entry(tree.unflatten(values), steps, Layout(False, ndims, step_ndims), mask, count)
 
 
 def _reduce_leaf(reduction: Any, x: Array, ndim: int, mask: Array | None) -> Array:
@@ -177,9 +185,9 @@ def compacted(entry: Entry) -> Entry | None:
     mask, events = np.asarray(entry.mask), entry.layout.events
     if not events and not mask.all():
         return None
-    lanes = mask.reshape(-1, mask.shape[-1]) if events else np.ones((1, 1), bool)
-    if len(lanes) == 0 or (lanes != lanes[0]).any():
-        return None
     bare = dataclasses.replace(entry, mask=None, count=None)
-    keep = np.flatnonzero(lanes[0])
+    first = mask[(0,) * (mask.ndim - 1)] if events and mask.size else np.zeros(0, bool)
+    if events and (mask != first).any():
+        return None
+    keep = np.flatnonzero(first)
     return bare.map_events(lambda x, axis: np.take(np.asarray(x), keep, axis)) if events else bare

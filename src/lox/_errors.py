@@ -9,7 +9,23 @@ __all__ = ["LogError"]
 
 
 class LogError(Exception):
-    """A log that can't be carried out as written. The message says why, where, and what to do."""
+    """A log that can't be carried out as written. The message says why, where, and what to do.
+
+    >>> import jax, lox
+    >>> def f(n):
+    ...     def body(i):
+    ...         lox.log({"i": i})
+    ...         return i + 1
+    ...     return jax.lax.while_loop(lambda i: i < n, body, 0)
+    >>> try:
+    ...     lox.spool(f)(3)
+    ... except lox.LogError as error:
+    ...     print("capacity=1000" in str(error))
+    True
+    """
+
+
+LogError.__module__ = "lox"  # as users know it
 
 
 def _keys(spec: Any) -> str:
@@ -148,4 +164,17 @@ def traced_compact(key: str) -> ValueError:
     return ValueError(
         f"compact() works on the host, but {key!r} is a traced value. Call it on what the jitted "
         "function returned, or keep the rows and use logs.mask."
+    )
+
+
+def in_log(error: Exception, data: Any, line: str) -> Exception:
+    keys = ", ".join(repr(k) for k in data)
+    return type(error)(f"lox.log of {keys} at {line}: {error}")
+
+
+def no_cotangent(key: str, value: Any, line: str) -> TypeError:
+    dtype = getattr(value, "dtype", type(value).__name__)
+    return TypeError(
+        f"lox.log_grad of {key!r} at {line}: a value of type {dtype} has no gradient. "
+        f"Give it the floating point array whose gradient you want: lox.log_grad(x, {key!r})."
     )

@@ -81,6 +81,9 @@ def log_grad(x: Any, name: str, *, tags: Iterable[str] = (), **steps: Any) -> An
     """
     line = caller_line()
     spec, [leaves], step_values = describe({name: x}, tags, False, "", None, steps, line)
+    for leaf in leaves:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise _errors.no_cotangent(name, leaf, line)
     if not collecting.value:
         return x
     out = probe(spec, [jnp.asarray(v) for v in leaves], [jnp.asarray(s) for s in step_values])
@@ -88,9 +91,15 @@ def log_grad(x: Any, name: str, *, tags: Iterable[str] = (), **steps: Any) -> An
 
 
 def caller_line() -> str:
-    """Where the user called: file:line of the first frame outside of this module."""
-    frame = sys._getframe(2)
+    """Where the user called: file:line of the first frame outside of lox and logify."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and _own(frame):
+        frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _own(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("lox", "logify")
 
 
 def describe(
@@ -107,7 +116,11 @@ def describe(
         raise _errors.not_a_mapping(data, line)
     if isinstance(tags, str):
         tags = (tags,)
-    resolve(reduce)
+    try:
+        resolve(reduce)
+    except ValueError as error:
+        raise _errors.in_log(error, data, line) from None
+    steps = {name: steps[name] for name in sorted(steps)}  # so that their order does not matter
     fields, values = [], []
     for key, value in data.items():
         if not isinstance(key, str):
@@ -122,7 +135,7 @@ def describe(
     for name, value in steps.items():
         if name in RESERVED:
             raise _errors.step_name_taken(name, line)
-        check_leaf(name, value, line)
+        check_leaf(f"{name} (a step)", value, line)
     ndims = tuple(np.ndim(s) for s in steps.values())
     spec = Spec(tuple(fields), tuple(steps), ndims, tuple(tags), bool(explicit), reduce, line)
     return spec, values, list(steps.values())

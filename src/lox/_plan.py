@@ -93,6 +93,8 @@ class Track:
     step_dtypes: tuple[Any, ...]
     batch: tuple[int, ...]
     shards: Shards | None
+    varying: frozenset[str]  # manual mesh axes, where it is kept inside a shard_map
+    avals: tuple[Any, ...]  # types of the leaves and steps where they are logged
     by_lane: bool  # do lanes of the batch count their events separately
     certain: bool  # is the number of events known when compiling
     may_be_none: bool  # may there be no event at all
@@ -130,7 +132,7 @@ def _track(key: str, found: Survey, options: Options, carried: bool) -> Track:
     if isinstance(reduction, Reduction):
         kind, size = "fold", 0
     elif math.isfinite(most):
-        kind = "ring" if interval > 1 or carried else "rows"
+        kind = "ring" if interval > 1 or carried or key in found.carried else "rows"
         size = math.ceil(most / interval)
     elif options.capacity is not None:
         kind, size = "ring", int(options.capacity)
@@ -148,6 +150,8 @@ def _track(key: str, found: Survey, options: Options, carried: bool) -> Track:
         step_dtypes=step_dtypes,
         batch=_outer_batch(first),
         shards=shards,
+        varying=frozenset().union(*(s.varying for s in sites)),
+        avals=(*first.values, *first.steps),
         by_lane=masked or shards is not None,
         certain=found.least[key] == most,
         may_be_none=found.least[key] == 0,
@@ -187,21 +191,34 @@ def _reduction_name(reduction: Any) -> str:
 
 
 def _common_dtype(key: str, avals: tuple[Any, ...], sites: list[Site]) -> Any:
-    """The dtype that holds the values of all sites exactly; Python numbers adapt to arrays."""
-    strong = [(a, s) for a, s in zip(avals, sites, strict=True) if not a.weak_type]
-    if not strong:
-        return np.dtype(jnp.result_type(*(a.dtype for a in avals)))
-    out, first = np.dtype(strong[0][0].dtype), strong[0][1]
-    for aval, site in strong[1:]:
-        new = jnp.promote_types(out, aval.dtype)
-        if not (_exact(out, new) and _exact(aval.dtype, new)):
-            names = str(out), str(aval.dtype)
-            raise _errors.two_dtypes(key, *names, first.spec.line, site.spec.line)
-        out = np.dtype(new)
-    weak = [a.dtype for a, s in zip(avals, sites, strict=True) if a.weak_type]
-    if any(jnp.issubdtype(w, jnp.inexact) for w in weak) and not jnp.issubdtype(out, jnp.inexact):
-        out = np.dtype(jnp.result_type(float))
+    """The dtype that holds the values of all sites exactly.
+
+    A Python number has no dtype of its own: it takes that of the arrays, where that is of its kind
+    (a float may take a float16) or above (an integer may take a float), and has room for it.
+    """
+    pairs = list(zip(avals, sites, strict=True))
+    out, first = None, sites[0]
+    for weak in (False, True):
+        for aval, site in pairs:
+            if aval.weak_type is not weak:
+                continue
+            dtype = np.dtype(aval.dtype)
+            if out is None:
+                out, first = dtype, site
+                continue
+            if weak and (_kind(dtype) < _kind(out) or _kind(dtype) == _kind(out) >= 2):
+                continue
+            new = np.dtype(jnp.promote_types(out, dtype))
+            if not (_exact(out, new) and _exact(dtype, new)):
+                raise _errors.two_dtypes(key, str(out), str(dtype), first.spec.line, site.spec.line)
+            out = new
     return out
+
+
+def _kind(dtype: Any) -> int:
+    """0 for bool, 1 for integers, 2 for floats, 3 for complex numbers."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((i for i, k in enumerate(kinds, 1) if jnp.issubdtype(dtype, k)), 0)
 
 
 def _exact(a: Any, b: Any) -> bool:

@@ -1,16 +1,17 @@
 """The primitive behind `lox.log`, and the switch that turns it on.
 
-    log_p : (values, steps, mask?, anchor?) -> ()        waits to be collected by spool or tap
-    log_p : (values, steps, mask?, anchor?, token) -> token     with a sink: calls the host
+    log_p : (values, steps, mask?)           -> ()        waits to be collected by spool or tap
+    log_p : (values, steps, mask?, …, token) -> token     with a sink: calls the host
+    log_p : (values, steps, mask?, anchor …) -> anchor …  inside a differentiated loop
 
 Without a lox transformation around it, `lox.log` binds nothing: `collecting` is off. While `spool`
 or `tap` traces a function it is on. JAX keeps it in the key of every trace cache, so a jitted
 function is traced once with its logs and once without, and neither is lost.
 
-The anchor is an integer that nothing reads. It makes the event depend on the loop it is in, so that
-JAX does not move an event with constant operands out of its loop (see `_jax_rules`).
-The token is an integer that each host call takes and returns. It keeps calls in program order, and
-its value is the handle by which the host finds the callback (see `_host`).
+Anchor and token are integers that an event takes and hands on. The anchor ties it to the iteration
+of the loop it is in, so that JAX neither moves it out of the loop nor drops it (see
+`_jax_derivatives`). The token keeps host calls in program order, and its value is the handle by
+which the host finds the callback (see `_host`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -50,13 +50,13 @@ log_p.multiple_results = True
 
 
 def emit(event: Event, anchor: Array | None = None, sink: Any = None, token: Any = None) -> Any:
-    """Bind an event. Returns the new token if it has a sink."""
+    """Bind an event. Returns the anchor and the token to go on with, None for what it has not."""
     operands = pack(event)
     if anchor is not None:
         operands.append(anchor)
     if sink is not None:
         operands.append(token)
-    out = log_p.bind(
+    outs = log_p.bind(
         *operands,
         spec=event.spec,
         batch_dims=len(event.batch),
@@ -64,12 +64,18 @@ def emit(event: Event, anchor: Array | None = None, sink: Any = None, token: Any
         anchored=anchor is not None,
         sink=sink,
     )
-    return out[0] if sink is not None else None
+    new_token = outs.pop() if sink is not None else None
+    return (outs.pop() if anchor is not None else None), new_token
 
 
-def emit_if_collecting(event: Event, anchor: Array | None = None) -> None:
-    if collecting.value:
-        emit(event, anchor)
+def emit_if_collecting(event: Event, anchor: Array | None = None) -> Any:
+    """Bind an event for a transformation further out, if there is one; returns the anchor."""
+    return emit(event, anchor)[0] if collecting.value else anchor
+
+
+def handed_on(args: list[Array], params: dict[str, Any]) -> list[Array]:
+    """What a log equation returns when its event is taken away: anchor and token, unchanged."""
+    return args[len(args) - params["anchored"] - (params["sink"] is not None) :]
 
 
 def read(args: list[Array], params: dict[str, Any]) -> tuple[Event, Array | None, Array | None]:
@@ -86,17 +92,27 @@ def is_log(effects: Any, kind: type = LogEffect) -> bool:
 
 
 @log_p.def_effectful_abstract_eval
-def _abstract(*avals: Any, sink: Any, **_: Any) -> Any:
-    if sink is None:
-        return [], {log_effect}
-    return [avals[-1]], {tap_effect}
+def _abstract(*avals: Any, **params: Any) -> Any:
+    effect = log_effect if params["sink"] is None else tap_effect
+    return handed_on(list(avals), params), {effect}
 
 
 @log_p.def_impl
-def _impl(*args: Array, sink: Any, spec: Spec, **params: Any) -> Any:
-    if sink is None:
+def _impl(*args: Array, **params: Any) -> Any:
+    if params["sink"] is None:
+        _check_nobody_listens(params["spec"])
+        return handed_on(list(args), params)
+    return jax.jit(lambda *xs: log_p.bind(*xs, **params))(*args)
+
+
+def _check_nobody_listens(spec: Spec) -> None:
+    """A log is run, not collected.
+
+    After a transformation is done, derivative rules may still hold logs in jaxprs of their own;
+    nobody asks for those. While one is tracing, it is a log that can't be put into the program.
+    """
+    if collecting.value:
         raise _errors.at_compile_time(spec)
-    return jax.jit(lambda *xs: log_p.bind(*xs, sink=sink, spec=spec, **params))(*args)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -114,9 +130,8 @@ def _batch(axis_data: Any, args: Any, dims: Any, *, batch_dims: int, **params: A
     # same in all lanes: so `spool` and `vmap` commute. Registered as a "fancy" rule because those
     # are called even when no operand is batched.
     args, dims = list(args), list(dims)
-    rest = int(params["anchored"]) + (params["sink"] is not None)
     tail = []
-    for _ in range(rest):  # anchor and token: any lane will do
+    for _ in handed_on(args, params):  # anchor and token: any lane will do
         x, d = args.pop(), dims.pop()
         tail.append(x if d is None else jax.lax.index_in_dim(x, 0, d, keepdims=False))
     front = [batch_front(axis_data.size, x, d) for x, d in zip(args, dims, strict=True)]
@@ -131,18 +146,17 @@ def batch_front(size: int, x: Array, dim: int | None) -> Array:
     return jnp.moveaxis(x, dim, 0)
 
 
-def _lower(ctx: Any, *args: Any, sink: Any, spec: Spec, **params: Any) -> Any:
+def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
+    sink, kept = params["sink"], handed_on(list(args), params)
     if sink is None:
-        raise _errors.at_compile_time(spec)
-    host_fun = sink.host_function(spec=spec, sink=sink, **params)
-    return _compat.emit_callback(ctx, host_fun, args)
+        _check_nobody_listens(params["spec"])
+        return kept
+    host_fun = sink.host_function(**params)
+    call = ctx.replace(avals_out=ctx.avals_out[-1:])
+    return [*kept[:-1], *_compat.emit_callback(call, host_fun, args)]
 
 
 ad.primitive_jvps[log_p] = _jvp
 ad.primitive_transposes[log_p] = _transpose
 batching.fancy_primitive_batchers[log_p] = _batch
 mlir.register_lowering(log_p, _lower, cacheable=False)
-
-
-def token_aval() -> ShapedArray:
-    return ShapedArray((), np.dtype(np.int32))

@@ -241,11 +241,16 @@ def reduce_rows(reduction: Reduction, rows: Array, mask: Array | None) -> Array:
     size = rows.shape[0]
     if size == 0:
         return reduction.finish(reduction.init(jnp.zeros(rows.shape[1:], rows.dtype)))
-    while size > 1:  # merge neighbours; an odd one out waits at the end
-        left = jax.tree.map(lambda s: s[0 : size - 1 : 2], states)
-        right = jax.tree.map(lambda s: s[1:size:2], states)
-        odd = jax.tree.map(lambda s: s[size - size % 2 : size], states)
-        merged = jax.vmap(reduction.merge)(left, right)
-        states = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), merged, odd)
+    while size > 1:
+        states = _merge_neighbours(reduction, states, size)
         size = (size + 1) // 2
     return reduction.finish(jax.tree.map(lambda s: s[0], states))
+
+
+def _merge_neighbours(reduction: Reduction, states: State, size: int) -> State:
+    """Half as many states; an odd one out waits at the end."""
+    left = jax.tree.map(lambda s: s[0 : size - 1 : 2], states)
+    right = jax.tree.map(lambda s: s[1:size:2], states)
+    odd = jax.tree.map(lambda s: s[size - size % 2 : size], states)
+    merged = jax.vmap(reduction.merge)(left, right)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), merged, odd)

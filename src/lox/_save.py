@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
-import tempfile
+import uuid
 import zipfile
 from typing import Any
 
@@ -34,21 +35,30 @@ def save(logs: logdict, path: str | os.PathLike[str]) -> None:
         raise TypeError(f"lox.save takes a logdict, got {type(logs).__name__}. Wrap it: logdict(…)")
     path = os.path.abspath(os.fspath(path))
     folder = os.path.dirname(path)
-    handle, temporary = tempfile.mkstemp(prefix=".lox-", dir=folder)
+    temporary = os.path.join(folder, f".lox-{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             _write(logs, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
     _sync_folder(folder)
 
 
 def load(path: str | os.PathLike[str]) -> logdict:
-    """Read a logdict that `save` wrote. Its values are NumPy arrays."""
+    """Read a logdict that `save` wrote. Its values are NumPy arrays.
+
+    >>> import lox, os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "run.lox")
+    >>> lox.save(lox.logdict({"loss": 1.5}, step=3), path)
+    >>> logs = lox.load(path)
+    >>> logs, int(logs.step["loss"])
+    ({'loss': 1.5}, 3)
+    """
     with zipfile.ZipFile(path) as archive:
         index = json.loads(archive.read(_INDEX))
         if index["format"] != _FORMAT:

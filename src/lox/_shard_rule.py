@@ -30,6 +30,7 @@ def _shard_map(eqn: Any, args: Args, col: Collector) -> Args:
     shards = {key: sites[0].shards for key, sites in found.sites.items()}
     state = col.borrow(body)
     outside, specs = col.cross(state, shards)
+    outside = jax.tree.map(lambda x, s: _compat.reshard_for(x, params["mesh"], s), outside, specs)
 
     def run(state: Any, args: Args) -> Any:
         state = jax.tree.map(lambda x, s: x if s == P() else x[0], state, specs)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ._collect import Collector, State, keys_in
+from ._compat import as_varying, explicit_sharding, reshard_behind, reshard_like
 from ._event import Array, Event, Spec
 from ._logdict import Entry, Layout, logdict
 from ._plan import Options, Plan, Track
@@ -24,7 +25,7 @@ class Spool(Collector):
     defers = True
 
     def __init__(self, plan: Plan, options: Options):
-        super().__init__({t.key: _initial(t) for t in plan.values() if t.kind != "rows"})
+        super().__init__({t.key: _typed(t, _initial(t)) for t in plan.values() if t.kind != "rows"})
         self.plan, self.options = plan, options
 
     def borrow(self, *jaxprs: Any) -> State:
@@ -36,9 +37,9 @@ class Spool(Collector):
         wanted = self.options.select(event.spec)
         passed_on = set(event.spec.keys) - (set() if self.options.keep_logs else wanted)
         if passed_on:
-            emit_if_collecting(event.only(passed_on), anchor)
+            anchor = emit_if_collecting(event.only(passed_on), anchor)
         self.keep(event.only(wanted))
-        return []
+        return [] if anchor is None else [anchor]
 
     def keep(self, event: Event) -> None:
         """Take in all keys of an event."""
@@ -51,8 +52,9 @@ class Spool(Collector):
         return next(iter(self.plan.values())).spec
 
     def _keep(self, track: Track, event: Event, leaves: list[Array]) -> None:
-        leaves = [_cast(x, d) for x, d in zip(leaves, track.dtypes, strict=True)]
-        steps = [_cast(x, d) for x, d in zip(event.steps, track.step_dtypes, strict=True)]
+        cast = lambda x, dtype: as_varying(_cast(x, dtype), track.varying)
+        leaves = [cast(x, d) for x, d in zip(leaves, track.dtypes, strict=True)]
+        steps = [cast(x, d) for x, d in zip(event.steps, track.step_dtypes, strict=True)]
         if track.kind == "rows":
             rows = Rows(leaves, steps, event.mask, event.batch, True)
             self.absorb({}, {track.key: rows})
@@ -119,6 +121,22 @@ def _initial(track: Track) -> Any:
     return state | {"fold": kept, "steps": steps}
 
 
+def _typed(track: Track, state: Any) -> Any:
+    """The initial state with the types it has after an event: what loops carry must not change."""
+    if track.shards is None:
+        state = jax.tree.map(lambda x: as_varying(x, track.varying), state)
+    if not any(explicit_sharding(a) for a in track.avals):
+        return state
+    kinds = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in track.avals]
+    values, steps = kinds[: len(track.shapes)], kinds[len(track.shapes) :]
+    if track.kind == "ring":
+        ring = jax.tree.map(reshard_behind, state["ring"], (values, steps))
+        return state | {"ring": ring}
+    event = Event(track.spec, [], [], None, track.batch)
+    after = lambda s, x, t: _gated(_fold, track, s, x, t, event)
+    return jax.tree.map(reshard_like, state, jax.eval_shape(after, state, values, steps))
+
+
 def _gated(add: Any, track: Track, state: Any, leaves: Any, steps: Any, event: Event) -> Any:
     """Add one event, unless `interval` or its mask leave it out."""
     keep = event.mask
@@ -134,9 +152,11 @@ def _gated(add: Any, track: Track, state: Any, leaves: Any, steps: Any, event: E
 
 def _push(track: Track, state: Any, leaves: Any, steps: Any, batch: Any, keep: Any) -> Any:
     """Write an event into the ring, over the oldest."""
+    if track.size == 0:
+        return state  # in a loop that never runs
 
     def push(ring: Any, count: Array, new: Any, keep: Array | None) -> tuple[Any, Array]:
-        slot = jax.lax.rem(count, jnp.int32(max(track.size, 1)))
+        slot = jax.lax.rem(count, jnp.int32(track.size))
 
         def write(buffer: Array, x: Array) -> Array:
             if keep is not None:
@@ -215,7 +235,8 @@ def _finish_fold(track: Track, state: Any) -> Entry:
         values = select(mask, values, jax.tree.map(blank, values))
     if track.reduction.name == "count":
         track = dataclasses.replace(track, tree=jax.tree.structure(0))
-    return _entry(track, values, steps, False, mask, None)
+    count = jnp.broadcast_to(state["count"], track.batch)
+    return _entry(track, values, steps, False, mask, count)
 
 
 def _entry(track: Track, values: Any, steps: Any, events: bool, mask: Any, count: Any) -> Entry:

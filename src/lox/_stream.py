@@ -48,7 +48,7 @@ class Stream(Collector):
         wanted = self.options.select(event.spec)
         passed_on = set(event.spec.keys) - (set() if self.options.keep_logs else wanted)
         if passed_on:
-            emit_if_collecting(event.only(passed_on), anchor)
+            anchor = emit_if_collecting(event.only(passed_on), anchor)
         folded = wanted & set(self.folds.plan)
         if folded:
             spool = self.folds.at(self.state["folds"])
@@ -58,10 +58,10 @@ class Stream(Collector):
         if not self.state["seen"]:
             if streamed:
                 self._send_event(event.only(streamed))
-            return []
+            return [] if anchor is None else [anchor]
         for group in dict.fromkeys(self.group[k] for k in event.spec.keys if k in streamed):
             self._send_if_due(group, event.only({k for k in streamed if self.group[k] == group}))
-        return []
+        return [] if anchor is None else [anchor]
 
     def _send_event(self, event: Event) -> None:
         fields = zip(event.spec.fields, event.values, strict=True)
@@ -84,7 +84,7 @@ class Stream(Collector):
         field = Field("", tree, tuple(x.ndim - len(batch) for x in leaves))
         spec = dataclasses.replace(spec, fields=(field,), steps=(), step_ndims=(), reduce=None)
         event = Event(spec, [leaves], [], mask, batch)
-        token = emit(event, sink=self.sink, token=self.state["token"])
+        _, token = emit(event, sink=self.sink, token=self.state["token"])
         self.state = self.state | {"token": token}
 
     def _send_if_due(self, group: str, event: Event) -> None:

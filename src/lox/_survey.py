@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from jax.extend import core as jex
 
 from . import _compat, _errors
@@ -52,6 +53,7 @@ class Site:
     steps: tuple[Any, ...]  # avals of the steps
     batch: tuple[int, ...]
     masked: bool
+    varying: frozenset[str]  # manual mesh axes over which its types vary
     shards: Shards | None  # the part of a shard_map's mesh over which it differs
 
 
@@ -63,19 +65,23 @@ class Survey:
     least: dict[str, float] = dataclasses.field(default_factory=dict)
     most: dict[str, float] = dataclasses.field(default_factory=dict)
     looped: set[str] = dataclasses.field(default_factory=set)  # keys logged in some loop
+    carried: set[str] = dataclasses.field(default_factory=set)  # keys logged in some while loop
 
     def add(self, other: Survey, least: float = 1, most: float = 1, loop: bool = False) -> None:
         """Add what `other` logs, between `least` and `most` times."""
         self.looped |= set(other.sites) if loop else other.looped
+        self.carried |= set(other.sites) if math.isinf(most) else other.carried
         for key, sites in other.sites.items():
             self.sites.setdefault(key, []).extend(sites)
             self.least[key] = self.least.get(key, 0) + other.least[key] * least
-            self.most[key] = self.most.get(key, 0) + (other.most[key] and other.most[key] * most)
+            times = other.most[key] * most if other.most[key] and most else 0  # 0 · ∞ is 0 here
+            self.most[key] = self.most.get(key, 0) + times
 
     def only(self, keys: set[str]) -> Survey:
         """The same, of some keys alone."""
         part = lambda d: {k: v for k, v in d.items() if k in keys}
-        return Survey(part(self.sites), part(self.least), part(self.most), self.looped & keys)
+        sets = self.looped & keys, self.carried & keys
+        return Survey(part(self.sites), part(self.least), part(self.most), *sets)
 
 
 Select = Callable[[Spec], set[str]]
@@ -102,11 +108,12 @@ def _visit_log(found: Survey, eqn: Any, select: Select, shards: Shards | None) -
     values = [tuple(next(leaves) for _ in f.ndims) for f in spec.fields]
     steps = tuple(next(leaves) for _ in spec.steps)
     batch = tuple(values[0][0].shape[:b])
-    if shards is not None:
-        shards = shards.differing(frozenset().union(*(_compat.varying_axes(a) for a in avals)))
+    shared = [*steps, *([avals[-1]] if masked else [])]
     for field, leaf_avals in zip(spec.fields, values, strict=True):
         if field.key in wanted:
-            site = Site(spec, field, leaf_avals, steps, batch, masked, shards)
+            varying = frozenset().union(*(_compat.varying_axes(a) for a in [*leaf_avals, *shared]))
+            held = None if shards is None else shards.differing(varying)
+            site = Site(spec, field, leaf_avals, steps, batch, masked, varying, held)
             one = Survey({field.key: [site]}, {field.key: 0 if masked else 1}, {field.key: 1})
             found.add(one)
 
@@ -141,6 +148,7 @@ def _either(branches: list[Survey]) -> Survey:
     out = Survey()
     for branch in branches:
         out.looped |= branch.looped
+        out.carried |= branch.carried
         for key, sites in branch.sites.items():
             out.sites.setdefault(key, []).extend(sites)
     for key in out.sites:
@@ -193,4 +201,25 @@ def check_hidden(eqn: Any) -> None:
 
 
 def _subjaxprs(params: dict[str, Any]) -> Iterable[Any]:
-    return jex.jaxprs_in_params(params) if params else ()
+    """All jaxprs in the parameters of an equation, also inside of other libraries' objects."""
+    for value in params.values():
+        yield from _jaxprs_in(value, 5)
+
+
+def _jaxprs_in(value: Any, depth: int) -> Iterable[Any]:
+    if isinstance(value, jex.Jaxpr):
+        yield value
+    elif isinstance(value, jex.ClosedJaxpr):
+        yield value.jaxpr
+    elif value is None or isinstance(value, _PLAIN) or depth == 0:
+        return
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _jaxprs_in(item, depth - 1)
+    elif isinstance(value, dict):
+        yield from _jaxprs_in(list(value.values()), depth - 1)
+    elif not type(value).__module__.startswith(("jax", "numpy", "builtins", "types")):
+        yield from _jaxprs_in(list(getattr(value, "__dict__", {}).values()), depth - 1)
+
+
+_PLAIN = (bool, int, float, str, bytes, np.dtype, np.ndarray, type)

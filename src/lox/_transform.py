@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from . import _jax_rules as _jax_rules  # teaches JAX's own rules about events, on import
+from . import _jax_batching as _jax_batching  # teach JAX's own rules about events, on import
+from . import _jax_derivatives as _jax_derivatives
 from . import _shard_rule as _shard_rule
 from ._cache import memo, weak_callable
 from ._host import BY_HANDLE, Callback, EagerCall, Sink
