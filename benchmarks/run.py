@@ -1,7 +1,7 @@
 """What logging costs, as ratios to doing the same by hand, measured side by side.
 
-    python benchmarks/run.py            all rows
-    python benchmarks/run.py spool tap  the rows whose name contains one of these words
+python benchmarks/run.py            all rows
+python benchmarks/run.py spool tap  the rows whose name contains one of these words
 """
 
 from __future__ import annotations
@@ -107,21 +107,27 @@ def spool_against_hand() -> Iterator[Row]:
             by_hand = jax.jit(program(silent, True))
             rounds = 9 if n > 1000 else 15
             calls = max(1, 20_000 // n) if program is small else 1
-            a, b = race(lambda: spooled(c, steps), lambda: by_hand(c, steps), rounds=rounds, calls=calls)
-            yield ratio(f"spool / by hand, {n} steps, {label}: run", a / b, 1.03, f" ({a * 1e3:.2f} ms)")
+            a, b = race(
+                lambda: spooled(c, steps), lambda: by_hand(c, steps), rounds=rounds, calls=calls
+            )
+            yield ratio(
+                f"spool / by hand, {n} steps, {label}: run", a / b, 1.03, f" ({a * 1e3:.2f} ms)"
+            )
             mem = compiled_bytes(spooled, c, steps) / compiled_bytes(by_hand, c, steps)
             yield ratio(f"spool / by hand, {n} steps, {label}: bytes", mem, 1.02)
 
 
 @row
 def reduce_memory() -> Iterator[Row]:
-    sizes = []
-    for n in (1_000, 1_000_000):
-        fold = lox.spool(small(lox.log, False), reduce="mean")
-        loop = lambda c, n=n, fold=fold: fold(c, None) if False else _fold_loop(c, n)
-        sizes.append(compiled_bytes(loop, jnp.float32(1.0)))
+    fold = lambda n: compiled_bytes(lambda c: _fold_loop(c, n), jnp.float32(1.0))
+    sizes = [fold(1_000), fold(1_000_000)]
     same = sizes[0] == sizes[1]
-    yield "reduce: bytes at 10⁶ steps / at 10³", f"{sizes[1] / sizes[0]:.3f} ({sizes[1]} B)", "1", same
+    yield (
+        "reduce: bytes at 10⁶ steps / at 10³",
+        f"{sizes[1] / sizes[0]:.3f} ({sizes[1]} B)",
+        "1",
+        same,
+    )
 
 
 def _fold_loop(c, n):
@@ -174,7 +180,12 @@ def tracing() -> Iterator[Row]:
     trace_hand = lambda: jax.jit(build(silent, True)).lower(x)
     trace_spool(), trace_hand()
     a, b = once(trace_spool, trace_hand, rounds=21)
-    yield ratio("spool / by hand, tracing + lowering, 200 equations, 20 logs", a / b, 1.5, f" ({a * 1e3:.1f} ms)")
+    yield ratio(
+        "spool / by hand, tracing + lowering, 200 equations, 20 logs",
+        a / b,
+        1.5,
+        f" ({a * 1e3:.1f} ms)",
+    )
 
 
 # --- tap -----------------------------------------------------------------------------------------
@@ -202,7 +213,9 @@ def tap_one_lane() -> Iterator[Row]:
     ours = jax.jit(lox.tap(tapped_loop(lox.log, 500), silent))
     theirs = jax.jit(tapped_loop(by_debug_callback, 500))
     a, b = race(lambda: ours(x), lambda: theirs(x), rounds=15)
-    yield ratio("tap / jax.debug.callback, one lane", a / b, 1.1, f" ({a / 500 * 1e6:.0f} µs an event)")
+    yield ratio(
+        "tap / jax.debug.callback, one lane", a / b, 1.1, f" ({a / 500 * 1e6:.0f} µs an event)"
+    )
 
 
 @row
@@ -211,11 +224,18 @@ def tap_many_lanes() -> Iterator[Row]:
     build_ours = lambda: jax.jit(jax.vmap(lox.tap(tapped_loop(lox.log, 20), silent)))
     build_theirs = lambda: jax.jit(jax.vmap(tapped_loop(by_debug_callback, 20)))
     compile_ours, compile_theirs = once(
-        lambda: build_ours().lower(xs).compile(), lambda: build_theirs().lower(xs).compile(), rounds=3
+        lambda: build_ours().lower(xs).compile(),
+        lambda: build_theirs().lower(xs).compile(),
+        rounds=3,
     )
     ours, theirs = build_ours(), build_theirs()
     a, b = race(lambda: ours(xs), lambda: theirs(xs), rounds=5)
-    yield "tap, 256 lanes: times faster to run than jax.debug.callback", f"{b / a:.0f}", "≥ 50", b / a >= 50
+    yield (
+        "tap, 256 lanes: times faster to run than jax.debug.callback",
+        f"{b / a:.0f}",
+        "≥ 50",
+        b / a >= 50,
+    )
     faster = compile_theirs / compile_ours
     yield "tap, 256 lanes: times faster to compile", f"{faster:.1f}", "≥ 10", faster >= 10
 

@@ -237,7 +237,7 @@ SCALAR, TREE = (("log", "scalar"),), (("log", "tree"),)
 NONE = (("fori", 0, SCALAR),)  # a loop that never runs
 
 
-@examples(30)
+@examples(25)
 @given(programs, st.sampled_from(STARTS))
 @example((*TREE, ("switch", [NONE, SCALAR])), 6.0)
 @example((*TREE, ("while", 3, (), NONE), *SCALAR), 1.0)
@@ -250,7 +250,7 @@ def test_spool_returns_the_events(program, x):
     assert_same(by_lane(logs), stacked(want.calls), rtol=0)
 
 
-@examples(10)
+@examples(8)
 @given(programs)
 def test_spool_and_vmap_commute(program):
     wants = oracle(program, *STARTS)
@@ -266,10 +266,11 @@ PASSING = (("fori", 2, (("switch", [SCALAR, SCALAR]),)),)
 PASSING_REMAT = (("fori", 3, (("remat", (("scan", 1, False, 1, SCALAR),)),)),)
 
 
-@examples(15)
+@examples(10)
 @given(programs.filter(has_reverse_mode), st.sampled_from(STARTS))
 @example(PASSING, 1.0)
 @example(PASSING_REMAT, 1.0)
+@example((("scan", 2, False, 1, (("fori", 2, (*SCALAR, *TREE)),)),), 1.0)
 def test_grad_logs_every_event_once(program, x):
     want = oracle(program, x)
     f = compiled(program)
@@ -281,7 +282,7 @@ def test_grad_logs_every_event_once(program, x):
     assert_same(by_lane(logs), stacked(want.calls), rtol=0)
 
 
-@examples(10)
+@examples(8)
 @given(programs.filter(has_reverse_mode))
 @example(PASSING)
 @example(PASSING_REMAT)
@@ -292,7 +293,7 @@ def test_vmap_of_grad_logs_every_event_once(program):
         assert_same(by_lane(lane(logs, i)), stacked(want.calls), rtol=0)
 
 
-@examples(10)
+@examples(8)
 @given(programs.filter(lambda p: not holds(p, "vjp")), st.sampled_from(STARTS))
 @example((("scan", 3, False, 1, (("while", 0, TREE, TREE),)),), 1.0)
 def test_jvp_logs_every_event_once(program, x):
@@ -303,7 +304,7 @@ def test_jvp_logs_every_event_once(program, x):
     assert_same(by_lane(logs), stacked(want.calls), rtol=0)
 
 
-@examples(10)
+@examples(8)
 @given(programs, st.sampled_from(STARTS), st.integers(1, 4))
 @example((*SCALAR, *NONE), 1.0, 1)
 def test_capacity_keeps_the_latest_of_a_while_loop(program, x, capacity):
@@ -317,7 +318,7 @@ def test_capacity_keeps_the_latest_of_a_while_loop(program, x, capacity):
     assert counts == {k: len(jax.tree.leaves(e)[0]) for k, e in events.items()}
 
 
-@examples(10)
+@examples(8)
 @given(programs, st.sampled_from(STARTS), st.integers(2, 3))
 @example((*TREE, *NONE), 1.0, 2)
 def test_interval_keeps_every_nth_event(program, x, n):
@@ -338,7 +339,7 @@ REDUCE = {
 }
 
 
-@examples(15)
+@examples(12)
 @given(programs, st.sampled_from(STARTS), st.sampled_from(sorted(REDUCE)))
 def test_reductions_are_those_of_the_events(program, x, name):
     want = oracle(program, x)
@@ -361,7 +362,7 @@ def joined(seen):
     return by_lane(whole)
 
 
-@examples(20)
+@examples(15)
 @given(programs.filter(lambda p: not holds(p, "vmap")), st.sampled_from(STARTS))
 def test_tap_streams_the_calls_in_order(program, x):
     want = oracle(program, x)
@@ -374,7 +375,7 @@ def _as_call(data, steps):
     return data, {name: dict.fromkeys(data, value) for name, value in steps.items()}
 
 
-@examples(15)
+@examples(8)
 @given(programs, st.integers(1, 4))
 def test_tap_of_vmap_carries_the_events_of_every_lane(program, every):
     wants = oracle(program, *STARTS)
@@ -391,7 +392,7 @@ def test_tap_of_vmap_carries_the_events_of_every_lane(program, every):
     assert_same(joined(seen), want, rtol=0)
 
 
-@examples(15)
+@examples(12)
 @given(programs, st.sampled_from(STARTS), st.integers(1, 4))
 @example((("while", 1, TREE, NONE),), 1.0, 1)
 @example((("while", 1, TREE, (("fori", 0, (("while", 1, (), SCALAR),)),)),), 1.0, 1)
@@ -402,7 +403,7 @@ def test_windows_lose_nothing(program, x, every):
     assert_same(joined(seen), stacked(want.calls), rtol=0)
 
 
-@examples(10)
+@examples(8)
 @given(programs, st.sampled_from(STARTS), st.integers(2, 3))
 def test_tap_interval_sends_every_nth_event(program, x, n):
     want = oracle(program, x)
@@ -412,7 +413,7 @@ def test_tap_interval_sends_every_nth_event(program, x, n):
     assert_same(joined(seen), thin, rtol=0)
 
 
-@examples(10)
+@examples(8)
 @given(programs.filter(has_reverse_mode), st.sampled_from(STARTS))
 @example(PASSING, 1.0)
 def test_tap_under_grad_sends_every_event_once(program, x):

@@ -28,7 +28,7 @@ def tapped(f, *args, **options):
 
 
 def assert_logs(logs, want, rtol=1e-4):
-    """Values and number of events of every key, and steps counting from zero."""
+    """Exactly these keys, with these events."""
     assert set(logs) == set(want)
     for key, values in want.items():
         np.testing.assert_allclose(logs[key], np.asarray(values), rtol=rtol, atol=1e-5)
@@ -83,21 +83,25 @@ def eqx_train(model):
 
 
 def eqx_by_hand(model):
-    """The same as a Python loop that never heard of lox: losses, norms, hidden activations."""
+    """The same as a Python loop, its values returned: losses, norms, hidden activations."""
     optimizer = optax.adam(1e-2)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    losses, norms, hidden = [], [], []
-    for _ in range(STEPS):
-        h = jax.vmap(lambda x, m=model: jnp.abs(jnp.tanh(m.layers[0](x)) * m.scale).mean())(X)
-        hidden.append(h)
+
+    @eqx.filter_jit
+    def step(model, state):
+        hidden = jax.vmap(lambda x: jnp.abs(jnp.tanh(model.layers[0](x)) * model.scale).mean())(X)
         loss = lambda m: jnp.mean((jax.vmap(m)(X) - Y) ** 2)
         value, grads = eqx.filter_value_and_grad(loss)(model)
-        losses.append(value)
-        norms.append(optax.tree.norm(eqx.filter(grads, eqx.is_array)))
         updates, state = optimizer.update(grads, state)
-        model = eqx.apply_updates(model, updates)
-    # Under vmap over the 16 rows, the lanes come first: (16, STEPS).
-    return model, dict(loss=losses, norm=norms, hidden=np.stack(hidden, 1))
+        norm = optax.tree.norm(eqx.filter(grads, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, dict(loss=value, norm=norm, hidden=hidden)
+
+    rows = []
+    for _ in range(STEPS):
+        model, state, row = step(model, state)
+        rows.append(row)
+    want = {key: np.stack([row[key] for row in rows], -1) for key in rows[0]}
+    return model, want  # hidden has the lanes of its vmap first: (16, STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +228,9 @@ def nnx_by_hand(key):
     hidden_of = lambda w: jnp.tanh(X @ w[0][0] + w[0][1])
     loss = lambda w: jnp.mean(((hidden_of(w) @ w[1][0] + w[1][1])[:, 0] - Y) ** 2)
     trace, want = jax.tree.map(jnp.zeros_like, w), dict(loss=[], norm=[], hidden=[])
+    derive = jax.jit(jax.value_and_grad(loss))
     for _ in range(STEPS):
-        value, grads = jax.value_and_grad(loss)(w)
+        value, grads = derive(w)
         want["loss"].append(value)
         want["hidden"].append(jnp.abs(hidden_of(w)).mean())
         want["norm"].append(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))))
@@ -297,11 +302,12 @@ def optax_train(w, scale=1.0):
 
 def optax_by_hand(w, scale=1.0):
     loss = lambda w: jnp.mean((jnp.tanh(X @ w) - Y) ** 2)
-    want = dict(loss=[], rate=[], w=[])
+    want, derive = dict(loss=[], rate=[], w=[]), jax.jit(jax.value_and_grad(loss))
     for i in range(STEPS):
-        want["loss"].append(loss(w))
+        value, grad = derive(w)
+        want["loss"].append(value)
         want["rate"].append(scale * float(schedule(i)))
-        w = w - want["rate"][-1] * jax.grad(loss)(w)
+        w = w - want["rate"][-1] * grad
         if i % 2:
             want["w"].append(w)
     return loss(w), want

@@ -356,6 +356,7 @@ def test_capacity_in_shard_map_is_that_of_each_shard(kind, capacity):
     mesh = mesh_of(kind)
     _, logs = lox.spool(mapped(shard_while, mesh), capacity=capacity)(on(mesh))
     np.testing.assert_array_equal(logs.count["sum"], np.arange(N))
+    logs = jax.tree.map(np.asarray, logs)
     for i in range(N):
         one = jax.tree.map(lambda x, i=i: x[i], logs).compact()
         np.testing.assert_array_equal(one["sum"], WHILED[i][-capacity:])

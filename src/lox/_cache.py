@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -11,29 +12,44 @@ from typing import Any
 _owned: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
 
-def memo(fun: Callable, key: Any, build: Callable[[], Any], where: dict[Any, Any] | None) -> Any:
-    """What `build` returned for `fun` and `key` before, or now. `where` replaces the shared cache."""
+Forget = Callable[[], None]
+
+
+def memo(
+    fun: Callable, key: Any, build: Callable[[Forget], Any], where: dict[Any, Any] | None
+) -> Any:
+    """What `build` returned for `fun` and `key`, before or now; kept in `where`, if given.
+
+    `build` gets a function that forgets its result, for the case that it turns out not to be of use
+    a second time.
+    """
     if where is None:
-        owner, method = fun, None
+        owner: Any = fun
+        method = None
         if isinstance(fun, types.MethodType):  # a new object each time it is looked up
             owner, method = fun.__self__, fun.__func__
         try:
             where = _of(owner)
         except TypeError:  # no weak references: no cache that could be dropped with it
-            return build()
+            return build(lambda: None)
         key = (method, key)
-    if key not in where:
-        where[key] = build()
-    return where[key]
+    if key in where:
+        return where[key]
+    kept = where
+    where[key] = built = build(lambda: kept.pop(key, None))
+    return built
 
 
 def _of(owner: Any) -> dict[Any, Any]:
     ident = id(owner)
     known = _owned.get(ident)
     if known is None or known[0]() is not owner:
-        ref = weakref.ref(owner, lambda _, ident=ident: _owned.pop(ident, None))
-        known = _owned[ident] = (ref, {})
+        known = _owned[ident] = (weakref.ref(owner, functools.partial(_forget, ident)), {})
     return known[1]
+
+
+def _forget(ident: int, _: Any) -> None:
+    _owned.pop(ident, None)
 
 
 def weak_callable(fun: Callable) -> Callable[[], Any]:

@@ -145,14 +145,6 @@ def explicit_sharding(aval: Any) -> bool:
     return mesh is not None and not mesh.empty and mesh.are_all_axes_explicit
 
 
-def reshard_behind(x: Any, like: Any) -> Any:
-    """`x`, with one axis more in front, sharded behind it as the type of another value says."""
-    if not explicit_sharding(like):
-        return x
-    spec = jax.sharding.PartitionSpec(None, *like.sharding.spec)
-    return jax.reshard(x, jax.sharding.NamedSharding(like.sharding.mesh, spec))
-
-
 def reshard_for(x: Any, mesh: Any, spec: Any) -> Any:
     """`x` as an argument of a shard_map, which wants it sharded already over Explicit axes."""
     if not mesh.are_all_axes_explicit:
@@ -160,6 +152,13 @@ def reshard_for(x: Any, mesh: Any, spec: Any) -> Any:
     return jax.reshard(x, jax.sharding.NamedSharding(mesh, spec))
 
 
-def reshard_like(x: Any, like: Any) -> Any:
-    """`x`, sharded as the type of another value says."""
-    return jax.reshard(x, like.sharding) if explicit_sharding(like) else x
+def reshard_like(x: Any, like: Any, axes: int, behind: int = 0) -> Any:
+    """`x`, with `axes` of its axes sharded as the type of another value says its first ones are.
+
+    They are the first axes of `x`, too, or those behind the first few.
+    """
+    if not explicit_sharding(like) or x.ndim < behind + axes:
+        return x
+    spec = (tuple(like.sharding.spec) + (None,) * like.ndim)[:axes]
+    spec = jax.sharding.PartitionSpec(*(None,) * behind, *spec)
+    return jax.reshard(x, jax.sharding.NamedSharding(like.sharding.mesh, spec))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _errors
+from ._event import structure
 from ._reduce import APPEND, over_lanes, reduce_rows, resolve
 
 Array = Any
@@ -56,7 +57,7 @@ class Entry:
     def rebuilt(self, arrays: list[Array], events: bool, count: Array | None) -> Entry:
         """The same key with other arrays, given in the order of `parts`."""
         arrays = list(arrays)
-        tree = jax.tree.structure(self.value)
+        tree = structure(self.value)
         value = tree.unflatten([arrays.pop(0) for _ in self.layout.ndims])
         steps = {name: arrays.pop(0) for name in self.steps}
         mask = arrays.pop(0) if arrays else None
@@ -147,7 +148,8 @@ def reduced(entry: Entry, reduction: Any, keep_steps: bool) -> Entry:
         entry = dataclasses.replace(entry, steps={}, layout=layout)
     if reduction is None or reduction == APPEND:
         return entry
-    leaves, tree = jax.tree.flatten(entry.value)
+    leaves = jax.tree.leaves(entry.value)
+    tree = structure(entry.value)
     values = [_reduce_leaf(reduction, x, n, entry.mask) for x, n in zip(leaves, entry.layout.ndims)]
     pick = resolve("first" if reduction.name == "first" else "last")
     step_ndims = entry.layout.step_ndims
@@ -157,7 +159,7 @@ def reduced(entry: Entry, reduction: Any, keep_steps: bool) -> Entry:
     }
     mask = None if entry.mask is None else entry.mask.any(-1)
     if reduction.name == "count":
-        tree, values = jax.tree.structure(0), values[:1]
+        tree, values = structure(0), values[:1]
     lanes = np.shape(leaves[0])[: event_axis(leaves[0], entry.layout.ndims[0])]
     ndims = tuple(np.ndim(v) - len(lanes) for v in values)
     count = jnp.broadcast_to(count_of(entry), lanes)

@@ -32,11 +32,15 @@ def _keys(spec: Any) -> str:
     return ", ".join(repr(k) for k in spec.keys)
 
 
-def not_an_array(key: str, value: object, line: str) -> TypeError:
+def _call(name: str, value: str, step: bool) -> str:
+    return f"lox.log(…, {name}={value})" if step else f"lox.log({{{name!r}: {value}}})"
+
+
+def not_an_array(name: str, value: object, line: str, step: bool) -> TypeError:
+    what = f"the step {name!r}" if step else f"the value of {name!r}"
     return TypeError(
-        f"lox.log at {line}: the value of {key!r} has a part of type {type(value).__name__}, which "
-        "is no array, number or bool. Log its arrays, e.g. "
-        f"lox.log({{{key!r}: jnp.asarray(...)}})."
+        f"lox.log at {line}: {what} has a part of type {type(value).__name__}, which is no array, "
+        f"number or bool. Log its arrays, e.g. {_call(name, 'jnp.asarray(...)', step)}."
     )
 
 
@@ -47,10 +51,11 @@ def no_leaves(key: str, line: str) -> TypeError:
     )
 
 
-def random_key(key: str, line: str) -> TypeError:
+def random_key(name: str, line: str, step: bool) -> TypeError:
+    what = f"the step {name!r}" if step else f"the value of {name!r}"
     return TypeError(
-        f"lox.log at {line}: the value of {key!r} is a random key, which has no numbers to store. "
-        f"Log its data: lox.log({{{key!r}: jax.random.key_data(key)}})."
+        f"lox.log at {line}: {what} is a random key, which has no numbers to store. "
+        f"Log its data: {_call(name, 'jax.random.key_data(key)', step)}."
     )
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 Array = Any
+Axis = tuple[int, int]  # the position and the size of a batch axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Event:
     steps: list[Array]
     mask: Array | None
     batch: tuple[int, ...]
+    copies: tuple[bool, ...] = ()  # for each batch axis: are all lanes known to be the same
+    derived: bool = False  # is it an event of a function that is being differentiated
 
     def only(self, keys: set[str]) -> Event:
         """The same event, cut down to some of its keys."""
@@ -64,6 +68,27 @@ class Event:
         mask = mask.reshape(mask.shape + (1,) * (len(self.batch) - mask.ndim))
         mask = jnp.broadcast_to(mask, self.batch)
         return dataclasses.replace(self, mask=mask if self.mask is None else self.mask & mask)
+
+
+def once(event: Event, axes: frozenset[Axis]) -> Event:
+    """The event without those of these batch axes whose lanes are copies of each other."""
+    for axis in reversed(range(len(event.batch))):
+        if event.copies[axis] and (axis, event.batch[axis]) in axes:
+            first = lambda x, axis=axis: jax.lax.index_in_dim(x, 0, axis, keepdims=False)
+            event = dataclasses.replace(
+                event,
+                values=[[first(x) for x in leaves] for leaves in event.values],
+                steps=[first(x) for x in event.steps],
+                mask=None if event.mask is None else first(event.mask),
+                batch=event.batch[:axis] + event.batch[axis + 1 :],
+                copies=event.copies[:axis] + event.copies[axis + 1 :],
+            )
+    return event
+
+
+def structure(tree: Any) -> Any:
+    """`jax.tree.structure`, which is not typed."""
+    return jax.tree.structure(tree)
 
 
 def pack(event: Event) -> list[Array]:
@@ -85,4 +110,4 @@ def unpack(spec: Spec, batch_dims: int, masked: bool, operands: list[Array]) -> 
     mask = operands.pop(0) if masked else None
     assert not operands
     batch = tuple(jnp.shape(values[0][0])[:batch_dims])
-    return Event(spec, values, steps, mask, batch)
+    return Event(spec, values, steps, mask, batch, (False,) * batch_dims)

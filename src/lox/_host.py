@@ -98,15 +98,20 @@ def real_part(event: Any) -> logdict:
     logs: logdict = field.tree.unflatten(leaves)
     entries = {}
     for key, whole in iterate_entries(logs):
-        entry: Entry | None = _with_lanes(whole, event.mask)
-        in_batch = entry.mask is not None and entry.mask.ndim > entry.layout.events
-        if entry.mask is not None and not in_batch:
-            entry = compacted(entry) if entry.mask.any() else None
-        elif entry.mask is not None and not entry.mask.any():
-            entry = None
+        entry: Entry | None = _real(_with_lanes(whole, event.mask))
         if entry is not None:
             entries[key] = entry
     return logdict.of_entries(entries)
+
+
+def _real(entry: Entry) -> Entry | None:
+    """What of an entry happened. The rows of a batch keep their mask: its lanes may differ."""
+    if entry.mask is None:
+        return entry
+    if not entry.mask.any():
+        return None
+    in_batch = entry.mask.ndim > entry.layout.events
+    return entry if in_batch else compacted(entry)
 
 
 def _with_lanes(entry: Entry, lanes: np.ndarray | None) -> Entry:

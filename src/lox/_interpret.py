@@ -66,17 +66,23 @@ def _stretches(jaxpr: Any, collector: Any) -> list[Stretch]:
     for eqn in jaxpr.eqns:
         pure, events, other = cuts[-1]
         is_event = eqn.primitive is log_p and is_log(eqn.effects, collector.effect)
-        if not eqn.effects and not other and not (events and not collector.defers):
-            pure.append(eqn)
-        elif is_event and not other:
-            events.append(eqn)
-        elif not eqn.effects:
-            cuts.append(([eqn], [], []))
-        elif is_event:
-            cuts.append(([], [eqn], []))
-        else:
-            other.append(eqn)
+        if (
+            other
+            if is_event
+            else not eqn.effects and (other or _must_follow(eqn, events, collector))
+        ):
+            pure, events, other = [], [], []
+            cuts.append((pure, events, other))
+        (events if is_event else other if eqn.effects else pure).append(eqn)
     return cuts
+
+
+def _must_follow(eqn: Any, events: list[Any], collector: Any) -> bool:
+    """May a pure equation not be moved in front of the events before it?"""
+    if not events or not collector.defers:
+        return bool(events)
+    handed_on = {v for event in events for v in event.outvars}
+    return any(v in handed_on for v in eqn.invars if not isinstance(v, jex.Literal))
 
 
 def _run_pure(jaxpr: Any, eqns: list[Any], env: dict[Any, Any], read: Callable) -> None:

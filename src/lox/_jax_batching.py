@@ -20,7 +20,7 @@ from jax.extend.core.primitives import cond_p, while_p
 from jax.interpreters import batching
 
 from ._collect import Collector, Mask, State, has_events
-from ._event import Array, Event, Spec, pack
+from ._event import Array, Event, Spec, pack, structure
 from ._primitive import EventEffect, handed_on, is_log, log_p, read
 from ._rules import split, stage
 
@@ -62,6 +62,8 @@ class Held:
     spec: Spec = dataclasses.field(metadata=dict(static=True))
     batch_dims: int = dataclasses.field(metadata=dict(static=True))
     masked: bool = dataclasses.field(metadata=dict(static=True))
+    copies: tuple[bool, ...] = dataclasses.field(metadata=dict(static=True))
+    derived: bool = dataclasses.field(metadata=dict(static=True))
 
     @property
     def kind(self) -> Any:
@@ -92,7 +94,8 @@ class Hold(Collector):
 
 def _held(event: Event) -> Held:
     strong = [jax.lax.convert_element_type(x, x.dtype) for x in pack(event)]
-    return Held(strong, event.spec, len(event.batch), event.mask is not None)
+    masked = event.mask is not None
+    return Held(strong, event.spec, len(event.batch), masked, event.copies, event.derived)
 
 
 def _logged_behind(axis_data: Any, args: Args, dims: Args, branches: Any, params: Any) -> Any:
@@ -101,7 +104,7 @@ def _logged_behind(axis_data: Any, args: Args, dims: Args, branches: Any, params
         return None
     run = lambda b: lambda *xs: Hold({}).run(b, list(xs), {})
     staged = [stage(run(b), *b.in_avals) for b in branches]
-    held = [jax.tree.structure(s).unflatten(j.out_avals)[2] for j, s in staged]
+    held = [structure(s).unflatten(j.out_avals)[2] for j, s in staged]
     kinds = {tuple(h.kind for h in events) for events in held if events}
     if len(kinds) != 1:
         return None
@@ -138,6 +141,8 @@ def _emit_batched(axis_data: Any, h: Held, xs: Args, dims: Args, taken: Array | 
         spec=h.spec,
         batch_dims=h.batch_dims,
         masked=h.masked or taken is not None,
+        copies=h.copies,
+        derived=h.derived,
         anchored=False,
         sink=None,
     )

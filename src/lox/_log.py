@@ -135,19 +135,19 @@ def describe(
     for name, value in steps.items():
         if name in RESERVED:
             raise _errors.step_name_taken(name, line)
-        check_leaf(f"{name} (a step)", value, line)
+        check_leaf(name, value, line, step=True)
     ndims = tuple(np.ndim(s) for s in steps.values())
     spec = Spec(tuple(fields), tuple(steps), ndims, tuple(tags), bool(explicit), reduce, line)
     return spec, values, list(steps.values())
 
 
-def check_leaf(key: str, leaf: Any, line: str) -> None:
+def check_leaf(name: str, leaf: Any, line: str, step: bool = False) -> None:
     if not isinstance(leaf, _ARRAYS):
-        raise _errors.not_an_array(key, leaf, line)
+        raise _errors.not_an_array(name, leaf, line, step)
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        raise _errors.random_key(key, line)
+        raise _errors.random_key(name, line, step)
     if dtype.kind in "OSUMm":
-        raise _errors.not_an_array(key, leaf, line)
+        raise _errors.not_an_array(name, leaf, line, step)

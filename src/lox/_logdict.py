@@ -159,13 +159,13 @@ class logdict(dict):
     def __reduce__(self) -> Any:
         return logdict.of_entries, (dict(self._entries),)
 
-    def __or__(self, other: Mapping[str, Any]) -> logdict:
+    def __or__(self, other: Mapping[str, Any]) -> logdict:  # type: ignore[override]
         """Merge; of a key in both, the right one's is kept."""
         out = logdict(self)
         out.update(other)
         return out
 
-    def __ror__(self, other: Mapping[str, Any]) -> logdict:
+    def __ror__(self, other: Mapping[str, Any]) -> logdict:  # type: ignore[override]
         return logdict(other) | self
 
     def __ior__(self, other: Any) -> logdict:  # type: ignore[misc, override]
@@ -267,7 +267,7 @@ def _unflatten(static: Any, children: Any) -> logdict:
     children = tuple(children)
     for (key, _, _), child in zip(static, children):
         dict.__setitem__(logs, key, child[0])
-    logs._packed = (static, children)
+    logs.__dict__["_packed"] = (static, children)
     return logs
 
 

@@ -57,7 +57,7 @@ class Options:
             return set()
         if self.argnames is None:
             return set() if spec.explicit else set(spec.keys)
-        return self.argnames.intersection(spec.keys)
+        return set(self.argnames.intersection(spec.keys))
 
     def reduction(self, key: str, spec: Spec) -> Any:
         """How this key is reduced: the log call's own word wins."""
@@ -69,7 +69,7 @@ class Options:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and value > 0
+    return isinstance(value, int | np.integer) and bool(value > 0)
 
 
 def _words(names: Any) -> frozenset[str] | None:
@@ -197,6 +197,8 @@ def _common_dtype(key: str, avals: tuple[Any, ...], sites: list[Site]) -> Any:
     (a float may take a float16) or above (an integer may take a float), and has room for it.
     """
     pairs = list(zip(avals, sites, strict=True))
+    if all(a.weak_type for a in avals):
+        return np.dtype(jnp.result_type(*(a.dtype for a in avals)))
     out, first = None, sites[0]
     for weak in (False, True):
         for aval, site in pairs:

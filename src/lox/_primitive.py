@@ -19,8 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -61,6 +59,8 @@ def emit(event: Event, anchor: Array | None = None, sink: Any = None, token: Any
         spec=event.spec,
         batch_dims=len(event.batch),
         masked=event.mask is not None,
+        copies=event.copies or (False,) * len(event.batch),
+        derived=event.derived,
         anchored=anchor is not None,
         sink=sink,
     )
@@ -83,7 +83,9 @@ def read(args: list[Array], params: dict[str, Any]) -> tuple[Event, Array | None
     args = list(args)
     token = args.pop() if params["sink"] is not None else None
     anchor = args.pop() if params["anchored"] else None
-    return unpack(params["spec"], params["batch_dims"], params["masked"], args), anchor, token
+    event = unpack(params["spec"], params["batch_dims"], params["masked"], args)
+    event.copies, event.derived = params["copies"], params["derived"]
+    return event, anchor, token
 
 
 def is_log(effects: Any, kind: type = LogEffect) -> bool:
@@ -117,7 +119,7 @@ def _check_nobody_listens(spec: Spec) -> None:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     # An event has no derivative: log the primal values, drop the tangents.
-    outs = log_p.bind(*primals, **params)
+    outs = log_p.bind(*primals, **params | dict(derived=True))
     return outs, [_compat.zero_tangent(x) for x in outs]
 
 
@@ -125,7 +127,7 @@ def _transpose(*_: Any, spec: Spec, **__: Any) -> Any:
     raise _errors.tangent_logged(spec)
 
 
-def _batch(axis_data: Any, args: Any, dims: Any, *, batch_dims: int, **params: Any) -> Any:
+def _batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
     # One event for the whole batch, its axis in front of all arrays, also of those that are the
     # same in all lanes: so `spool` and `vmap` commute. Registered as a "fancy" rule because those
     # are called even when no operand is batched.
@@ -134,16 +136,17 @@ def _batch(axis_data: Any, args: Any, dims: Any, *, batch_dims: int, **params: A
     for _ in handed_on(args, params):  # anchor and token: any lane will do
         x, d = args.pop(), dims.pop()
         tail.append(x if d is None else jax.lax.index_in_dim(x, 0, d, keepdims=False))
-    front = [batch_front(axis_data.size, x, d) for x, d in zip(args, dims, strict=True)]
-    outs = log_p.bind(*front, *reversed(tail), batch_dims=batch_dims + 1, **params)
+    front = [batch_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
+    params["batch_dims"] += 1
+    params["copies"] = (all(d is None for d in dims), *params["copies"])
+    outs = log_p.bind(*front, *reversed(tail), **params)
     return outs, [None] * len(outs)
 
 
-def batch_front(size: int, x: Array, dim: int | None) -> Array:
+def batch_front(axis_data: Any, x: Array, dim: int | None) -> Array:
     """`x` with its batch axis in front, repeated if it has none."""
-    if dim is None:
-        return jnp.broadcast_to(jnp.asarray(x)[None], (size, *np.shape(x)))
-    return jnp.moveaxis(x, dim, 0)
+    mesh_axis = axis_data.explicit_mesh_axis
+    return batching.bdim_at_front(x, dim, axis_data.size, mesh_axis)
 
 
 def _lower(ctx: Any, *args: Any, **params: Any) -> Any:

@@ -58,7 +58,7 @@ def _transpose(cts: Any, *args: Any, spec: Spec, batch_dims: int) -> Any:
 
 def _batch(axis_data: Any, args: Any, dims: Any, *, spec: Spec, batch_dims: int) -> Any:
     # Every lane has a cotangent of its own, also of an x that all lanes share.
-    front = [batch_front(axis_data.size, x, d) for x, d in zip(args, dims, strict=True)]
+    front = [batch_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
     outs = probe_p.bind(*front, spec=spec, batch_dims=batch_dims + 1)
     return outs, [0] * len(outs)
 

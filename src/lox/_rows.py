@@ -89,20 +89,22 @@ def union(branches: list[dict[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key in dict.fromkeys(k for b in branches for k in b):
         present = [b[key] for b in branches if key in b]
-        like = max(present, key=lambda r: (r.count, not r.single))
-        same_count = len(present) == len(branches) and len({r.count for r in present}) == 1
-        if not same_count or any(r.mask is not None for r in present):
-            shape = like.batch if like.single else (like.count, *like.batch)
-            like = dataclasses.replace(like, mask=jax.ShapeDtypeStruct(shape, np.dtype(bool)))
-        out[key] = _joined_types(like, present)
+        counts = {r.count for r in present}
+        certain = len(present) == len(branches) and len(counts) == 1
+        masked = not certain or any(r.mask is not None for r in present)
+        single = all(r.single for r in present)
+        # Inside a shard_map, types must also say over which axes any branch varies.
+        axes = frozenset().union(*(varying_axes(x) for r in present for x in jax.tree.leaves(r)))
+        first, front = present[0], () if single else (max(counts),)
+
+        def like(x: Any, first: Rows = first, front: Any = front, axes: Any = axes) -> _Like:
+            shape = x.shape if first.single else x.shape[1:]
+            return _Like((*front, *shape), np.dtype(x.dtype), axes)
+
+        mask = _Like((*front, *first.batch), np.dtype(bool), axes) if masked else None
+        values, steps = [like(x) for x in first.values], [like(x) for x in first.steps]
+        out[key] = Rows(values, steps, mask, first.batch, single)
     return out
-
-
-def _joined_types(like: Rows, present: list[Rows]) -> Rows:
-    """Inside a shard_map, the type of a row must also say over which axes any branch varies."""
-    axes = frozenset().union(*(varying_axes(x) for r in present for x in jax.tree.leaves(r)))
-    typed = lambda x: _Like(tuple(x.shape), np.dtype(x.dtype), axes)
-    return jax.tree.map(typed, like)
 
 
 @dataclasses.dataclass(frozen=True)

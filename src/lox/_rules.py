@@ -19,6 +19,7 @@ from jax.extend import core as jex
 
 from . import _compat
 from ._collect import Collector, Drop
+from ._event import structure
 from ._interpret import register
 from ._rows import padded, through_scan, union
 
@@ -96,7 +97,7 @@ def _inline(eqn: Any, args: Args, col: Collector) -> Args:
 
 def _absorb(col: Collector, shape: Any, flat: Args) -> Args:
     """Rebuild what `run` returned from the flat outputs of a bound primitive."""
-    outs, state, rows = jax.tree.structure(shape).unflatten(flat)
+    outs, state, rows = structure(shape).unflatten(flat)
     col.absorb(state, rows)
     return outs
 
@@ -197,7 +198,7 @@ def _cond(eqn: Any, args: Args, col: Collector) -> Args:
     branches = eqn.params["branches"]
     state = col.borrow(*branches)
     staged = [stage(lambda s, xs, b=b: col.run(b, xs, s), state, operands) for b in branches]
-    wanted = union([jax.tree.structure(s).unflatten(j.out_avals)[2] for j, s in staged])
+    wanted = union([structure(s).unflatten(j.out_avals)[2] for j, s in staged])
     padded_branches = [_padded_branch(new, shape, wanted, state, operands) for new, shape in staged]
     shape = padded_branches[0][1]
     out = eqn.primitive.bind(
@@ -215,7 +216,7 @@ def _padded_branch(new: Any, shape: Any, wanted: Any, state: Any, operands: Args
 
     def branch(state: Any, operands: Args) -> Any:
         flat = run(*jax.tree.leaves(state), *operands)
-        outs, state, rows = jax.tree.structure(shape).unflatten(flat)
+        outs, state, rows = structure(shape).unflatten(flat)
         return outs, state, {k: padded(rows.get(k), like) for k, like in wanted.items()}
 
     return stage(branch, state, operands)
@@ -236,7 +237,7 @@ def _traced(col: Collector, fun: Callable, state: Any, *args: Any) -> Any:
     """Call `fun(*args)`, its events given to `col`; returns its result alone."""
     jaxpr, shape = stage(fun, *args)
     outs, _, _ = col.run(jaxpr, jax.tree.leaves(args), state)
-    return jax.tree.structure(shape).unflatten(outs)
+    return structure(shape).unflatten(outs)
 
 
 @register("custom_jvp_call", body="call_jaxpr")
@@ -306,7 +307,8 @@ def _custom_vmap(eqn: Any, args: Args, col: Collector) -> Args:
     def rule(size: int, in_batched: Any, state: Any, args: Args) -> Any:
         axes = jax.tree.map(lambda b: 0 if b else None, in_batched)
         mapped = jax.vmap(_bound(eqn), in_axes=axes[1], axis_size=size)
-        outs, rows = _traced(rules, lambda xs: mapped(*xs), state, args), {}
+        outs = _traced(rules, lambda xs: mapped(*xs), state, args)
+        rows: Any = {}
         if rules is not col:
             run = lambda s, xs: col.run(body, xs, s)
             _, state, rows = jax.vmap(run, in_axes=tuple(axes), axis_size=size)(state, args)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ._entry import Entry, Layout
+from ._event import structure
 from ._logdict import iterate_entries, logdict
 
 _FORMAT = 1
@@ -127,7 +128,7 @@ def _encode(key: str, tree: Any, put: Any) -> Any:
         return {"tuple": [encode(v) for v in tree]}
     if tree is None:
         return {"none": 0}
-    if jax.tree.structure(tree) == jax.tree.structure(0):
+    if structure(tree) == structure(0):
         return put(tree)
     raise TypeError(
         f"lox.save: the value of {key!r} holds a {type(tree).__name__}; a file can hold arrays in "

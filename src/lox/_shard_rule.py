@@ -28,6 +28,8 @@ def _shard_map(eqn: Any, args: Args, col: Collector) -> Args:
     body = _compat.closed(params["jaxpr"])
     found = survey(body, lambda spec: set(spec.keys), shards_of(params))
     shards = {key: sites[0].shards for key, sites in found.sites.items()}
+    axes_of = {key: () if s is None else s.axes for key, s in shards.items()}
+    order = list(dict.fromkeys(axes_of.values()))
     state = col.borrow(body)
     outside, specs = col.cross(state, shards)
     outside = jax.tree.map(lambda x, s: _compat.reshard_for(x, params["mesh"], s), outside, specs)
@@ -38,11 +40,9 @@ def _shard_map(eqn: Any, args: Args, col: Collector) -> Args:
         state = jax.tree.map(lambda x, s: x if s == P() else x[None], state, specs)
         groups: dict[Any, dict[str, Rows]] = {}
         for key, r in rows.items():
-            axes = () if shards[key] is None else shards[key].axes
-            groups.setdefault(axes, {})[key] = _lift(r, axes)
+            groups.setdefault(axes_of[key], {})[key] = _lift(r, axes_of[key])
         return outs, state, [groups.get(g, {}) for g in order]
 
-    order = list(dict.fromkeys(() if s is None else s.axes for s in shards.values()))
     out = jax.shard_map(
         run,
         mesh=params["mesh"],

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ._collect import Collector, State, keys_in
-from ._compat import as_varying, explicit_sharding, reshard_behind, reshard_like
-from ._event import Array, Event, Spec
+from ._compat import as_varying, explicit_sharding, reshard_like
+from ._event import Array, Axis, Event, Spec, once
 from ._logdict import Entry, Layout, logdict
 from ._plan import Options, Plan, Track
 from ._primitive import emit_if_collecting, read
@@ -24,9 +24,9 @@ class Spool(Collector):
 
     defers = True
 
-    def __init__(self, plan: Plan, options: Options):
+    def __init__(self, plan: Plan, options: Options, repeated: frozenset[Axis] = frozenset()):
         super().__init__({t.key: _typed(t, _initial(t)) for t in plan.values() if t.kind != "rows"})
-        self.plan, self.options = plan, options
+        self.plan, self.options, self.repeated = plan, options, repeated
 
     def borrow(self, *jaxprs: Any) -> State:
         inside = frozenset().union(*(keys_in(j) for j in jaxprs))
@@ -43,6 +43,7 @@ class Spool(Collector):
 
     def keep(self, event: Event) -> None:
         """Take in all keys of an event."""
+        event = once(event, self.repeated)
         for field, leaves in zip(event.spec.fields, event.values, strict=True):
             self._keep(self.plan[field.key], event, leaves)
 
@@ -127,14 +128,21 @@ def _typed(track: Track, state: Any) -> Any:
         state = jax.tree.map(lambda x: as_varying(x, track.varying), state)
     if not any(explicit_sharding(a) for a in track.avals):
         return state
-    kinds = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in track.avals]
-    values, steps = kinds[: len(track.shapes)], kinds[len(track.shapes) :]
+    nb, n = len(track.batch), len(track.shapes)
+    values, steps = track.avals[:n], track.avals[n:]
+    lanes = lambda x: reshard_like(x, values[0], nb)
     if track.kind == "ring":
-        ring = jax.tree.map(reshard_behind, state["ring"], (values, steps))
-        return state | {"ring": ring}
-    event = Event(track.spec, [], [], None, track.batch)
-    after = lambda s, x, t: _gated(_fold, track, s, x, t, event)
-    return jax.tree.map(reshard_like, state, jax.eval_shape(after, state, values, steps))
+        behind = lambda xs, avals: [reshard_like(x, a, a.ndim, 1) for x, a in zip(xs, avals)]
+        ring = behind(state["ring"][0], values), behind(state["ring"][1], steps)
+        return {k: lanes(v) for k, v in state.items() if k != "ring"} | {"ring": ring}
+
+    def like(x: Array, aval: Any) -> Array:
+        return reshard_like(x, aval, aval.ndim if x.shape == aval.shape else nb)
+
+    fold = [jax.tree.map(lambda x, a=a: like(x, a), s) for s, a in zip(state["fold"], values)]
+    last = [like(x, a) for x, a in zip(state["steps"], steps, strict=True)]
+    counts = {k: lanes(v) for k, v in state.items() if k not in ("fold", "steps")}
+    return counts | {"fold": fold, "steps": last}
 
 
 def _gated(add: Any, track: Track, state: Any, leaves: Any, steps: Any, event: Event) -> Any:

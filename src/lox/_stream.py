@@ -17,7 +17,7 @@ from jax import lax
 
 from . import _compat
 from ._collect import Collector
-from ._event import Array, Event, Field, Spec
+from ._event import Array, Event, Field, Spec, once
 from ._logdict import logdict
 from ._plan import Options, make_plan
 from ._primitive import emit, emit_if_collecting, read
@@ -32,11 +32,12 @@ class Stream(Collector):
 
     def __init__(self, jaxpr: Any, options: Options, sink: Any, token: Array):
         found = survey(jaxpr, options.select)
-        self.options, self.sink = options, sink
+        self.options, self.sink, self.repeated = options, sink, found.repeated()
+        found = found.once(self.repeated)
         reduced = (
             set() if options.every else {k for k in found.sites if _reduced(k, found, options)}
         )
-        self.folds = Spool(make_plan(found.only(reduced), options), options)
+        self.folds = Spool(make_plan(found.only(reduced), options), options, self.repeated)
         self.group = _groups(found)
         seen = {}
         if options.interval and options.interval > 1:
@@ -54,6 +55,7 @@ class Stream(Collector):
             spool = self.folds.at(self.state["folds"])
             spool.keep(event.only(folded))
             self.state = self.state | {"folds": spool.state}
+        event = once(event, self.repeated)
         streamed = wanted - folded
         if not self.state["seen"]:
             if streamed:
@@ -74,7 +76,7 @@ class Stream(Collector):
                 reduction = self.options.reduction(key, event.spec)
                 if isinstance(reduction, Reduction):
                     name = self.options.prefix + key
-                    logs.update(logs.filter(lambda k, _, n=name: k == n).reduce(reduction))
+                    logs.update(_only(logs, name).reduce(reduction))
         self.send(logs, event.spec, event.mask, event.batch)
 
     def send(self, logs: logdict, spec: Spec, mask: Array | None = None, batch: Any = ()) -> None:
@@ -136,13 +138,18 @@ class Stream(Collector):
 
     def window(self, found: Survey, carried: bool = False) -> Spool:
         """A fresh spool for the events of one window."""
-        return Spool(make_plan(found, self.options, carried), self.options)
+        plan = make_plan(found.once(self.repeated), self.options, carried)
+        return Spool(plan, self.options, self.repeated)
 
     def send_window(self, spool: Spool, token: Array) -> Array:
         child = self.at(self.state | {"token": token})
         if spool.plan:
             child.send(spool.finish(), spool.some_spec)
         return child.state["token"]
+
+
+def _only(logs: logdict, name: str) -> logdict:
+    return logs.filter(lambda key, _: key == name)
 
 
 def _reduced(key: str, found: Survey, options: Options) -> bool:

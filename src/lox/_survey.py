@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend import core as jex
 
 from . import _compat, _errors
-from ._event import Field, Spec
+from ._event import Axis, Field, Spec
 from ._primitive import is_log, log_p
 
 
@@ -52,6 +53,8 @@ class Site:
     values: tuple[Any, ...]  # avals of the leaves
     steps: tuple[Any, ...]  # avals of the steps
     batch: tuple[int, ...]
+    copies: tuple[bool, ...]
+    derived: bool
     masked: bool
     varying: frozenset[str]  # manual mesh axes over which its types vary
     shards: Shards | None  # the part of a shard_map's mesh over which it differs
@@ -77,11 +80,49 @@ class Survey:
             times = other.most[key] * most if other.most[key] and most else 0  # 0 · ∞ is 0 here
             self.most[key] = self.most.get(key, 0) + times
 
+    def repeated(self) -> frozenset[Axis]:
+        """Batch axes (position and size) that only repeat what is logged, as in `jax.jacfwd`.
+
+        That maps over tangents alone: events of the function itself are the same in all lanes.
+        """
+        axes = [
+            (axis, copy, s.derived)
+            for sites in self.sites.values()
+            for s in sites
+            for axis, copy in zip(enumerate(s.batch), s.copies, strict=True)
+        ]
+        candidates = {axis for axis, copy, derived in axes if copy and derived}
+        return frozenset(candidates - {axis for axis, copy, _ in axes if not copy})
+
+    def once(self, axes: frozenset[Axis]) -> Survey:
+        """The same without those of these batch axes whose lanes are copies."""
+        if not axes:
+            return self
+        sites = {k: [_once(s, axes) for s in found] for k, found in self.sites.items()}
+        return dataclasses.replace(self, sites=sites)
+
     def only(self, keys: set[str]) -> Survey:
         """The same, of some keys alone."""
         part = lambda d: {k: v for k, v in d.items() if k in keys}
         sets = self.looped & keys, self.carried & keys
         return Survey(part(self.sites), part(self.least), part(self.most), *sets)
+
+
+def _once(site: Site, axes: frozenset[Axis]) -> Site:
+    n = len(site.batch)
+    keep = [i for i in range(n) if not (site.copies[i] and (i, site.batch[i]) in axes)]
+
+    def shrunk(aval: Any) -> Any:
+        shape = (*(aval.shape[i] for i in keep), *aval.shape[n:])
+        return ShapedArray(shape, aval.dtype, weak_type=aval.weak_type)
+
+    return dataclasses.replace(
+        site,
+        values=tuple(shrunk(a) for a in site.values),
+        steps=tuple(shrunk(a) for a in site.steps),
+        batch=tuple(site.batch[i] for i in keep),
+        copies=tuple(site.copies[i] for i in keep),
+    )
 
 
 Select = Callable[[Spec], set[str]]
@@ -113,7 +154,8 @@ def _visit_log(found: Survey, eqn: Any, select: Select, shards: Shards | None) -
         if field.key in wanted:
             varying = frozenset().union(*(_compat.varying_axes(a) for a in [*leaf_avals, *shared]))
             held = None if shards is None else shards.differing(varying)
-            site = Site(spec, field, leaf_avals, steps, batch, masked, varying, held)
+            lanes = batch, eqn.params["copies"], eqn.params["derived"]
+            site = Site(spec, field, leaf_avals, steps, *lanes, masked, varying, held)
             one = Survey({field.key: [site]}, {field.key: 0 if masked else 1}, {field.key: 1})
             found.add(one)
 

@@ -20,7 +20,8 @@ from jax.extend import core as jex
 from . import _jax_batching as _jax_batching  # teach JAX's own rules about events, on import
 from . import _jax_derivatives as _jax_derivatives
 from . import _shard_rule as _shard_rule
-from ._cache import memo, weak_callable
+from ._cache import Forget, memo, weak_callable
+from ._event import structure
 from ._host import BY_HANDLE, Callback, EagerCall, Sink
 from ._interpret import interpret
 from ._logdict import logdict
@@ -94,9 +95,11 @@ def spool(
         capacity=capacity,
     )
 
-    def program(fun: Callable, args: Any, kwargs: Any) -> Any:
-        jaxpr, out_tree, flat = trace(fun, args, kwargs)
-        spool = Spool(make_plan(survey(jaxpr, options.select), options), options)
+    def program(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
+        jaxpr, out_tree, flat = trace(fun, args, kwargs, forget)
+        found = survey(jaxpr, options.select)
+        repeated = found.repeated()
+        spool = Spool(make_plan(found.once(repeated), options), options, repeated)
         outs = interpret(jaxpr, flat, spool)
         return out_tree.unflatten(outs), spool.finish()
 
@@ -162,17 +165,17 @@ def tap(
     call = _print if callback is None else callback
     static = (static_argnums, static_argnames)
 
-    def program(fun: Callable, args: Any, kwargs: Any, sink: Sink, token: Any) -> Any:
-        jaxpr, out_tree, flat = trace(fun, args, kwargs)
+    def program(run: Any, args: Any, kwargs: Any, forget: Forget, sink: Sink, token: Any) -> Any:
+        jaxpr, out_tree, flat = trace(run, args, kwargs, forget)
         stream = Stream(jaxpr, options, sink, token)
         outs = interpret(jaxpr, flat, stream)
         return out_tree.unflatten(outs), stream.finish()
 
-    def eager(fun: Callable, args: Any, kwargs: Any) -> Any:
-        return program(fun, args, kwargs, BY_HANDLE, kwargs.pop(_TOKEN))
+    def eager(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
+        return program(fun, args, kwargs, forget, BY_HANDLE, kwargs.pop(_TOKEN))
 
-    def traced(fun: Callable, args: Any, kwargs: Any) -> Any:
-        return program(fun, args, kwargs, Sink(call), jnp.int32(0))[0]
+    def traced(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
+        return program(fun, args, kwargs, forget, Sink(call), jnp.int32(0))[0]
 
     own: dict[Any, Any] = {}  # what is compiled with `call` in it lives as long as `tapped`
 
@@ -215,9 +218,13 @@ def _print(logs: logdict) -> None:
     print(logs, flush=True)
 
 
-def trace(fun: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
-    """The jaxpr of `fun` with its logs, the structure of its result, and its flat arguments."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
+def trace(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> tuple[Any, Any, list[Any]]:
+    """The jaxpr of `fun` with its logs, the structure of its result, and its flat arguments.
+
+    A function that closes over traced values of its surroundings is of no use in others: then
+    `forget` is called.
+    """
+    leaves, tree = jax.tree.leaves((args, kwargs)), structure((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)]
 
     def flat_fun(*xs: Any) -> Any:
@@ -231,7 +238,9 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
     flat = [leaves[i] for i in traced]
     with collecting(True):
         jaxpr, shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
-    return jaxpr, jax.tree.structure(shape), flat
+    if any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
+        forget()
+    return jaxpr, structure(shape), flat
 
 
 def _compiled(
@@ -253,11 +262,11 @@ def _compiled(
         if not all(isinstance(x, _TRACEABLE) for x in leaves):
             return _partly_static(fun, key, program, leaves, tree, where)
 
-    def build() -> Callable:
+    def build(forget: Forget) -> Callable:
         alive = weak_callable(fun)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return program(alive(), args, kwargs)
+            return program(alive(), args, kwargs, forget)
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", "fun")
         if static != (None, None):
@@ -274,7 +283,7 @@ def _partly_static(
     still = tuple(None if isinstance(x, _TRACEABLE) else x for x in leaves)
     moving = [i for i, x in enumerate(leaves) if isinstance(x, _TRACEABLE)]
 
-    def build() -> Callable:
+    def build(forget: Forget) -> Callable:
         alive = weak_callable(fun)
 
         def run(xs: Any, extra: Any) -> Any:
@@ -282,7 +291,7 @@ def _partly_static(
             for i, x in zip(moving, xs, strict=True):
                 filled[i] = x
             args, kwargs = tree.unflatten(filled)
-            return program(alive(), args, {**kwargs, **extra})
+            return program(alive(), args, {**kwargs, **extra}, forget)
 
         run.__name__ = getattr(fun, "__name__", "fun")
         return jax.jit(run, inline=True)
