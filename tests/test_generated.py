@@ -405,6 +405,7 @@ def test_windows_lose_nothing(program, x, every):
 
 @examples(8)
 @given(programs, st.sampled_from(STARTS), st.integers(2, 3))
+@example((("vmap", 3, (("switch", [SCALAR, ()]), *SCALAR)),), 1.0, 2)
 def test_tap_interval_sends_every_nth_event(program, x, n):
     want = oracle(program, x)
     thin = {k: jax.tree.map(lambda v: v[::n], e) for k, e in stacked(want.calls).items()}

@@ -213,7 +213,7 @@ def test_inner_jits_keep_donation_and_names():
         return x + 1
 
     jit_eqn = lambda f: next(e for e in jax.make_jaxpr(f)(XS).eqns if e.primitive.name == "jit")
-    ours, jaxs = jit_eqn(lox.spool(inner)), jit_eqn(lambda x: inner(x))
+    ours, jaxs = jit_eqn(lox.spool(inner)), jit_eqn(jax.jit(inner, inline=True))
     for name in ("donated_invars", "in_shardings", "name", "keep_unused"):
         assert ours.params[name] == jaxs.params[name]
 

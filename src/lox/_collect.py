@@ -69,11 +69,14 @@ class Collector:
 
     # Crossing into a shard_map: by default the state is the same on all shards.
 
-    def cross(self, state: State, shards: dict[str, Any]) -> tuple[Any, Any]:
-        """The state as arguments of a shard_map, any shard axis in front, and their specs."""
+    def cross(self, state: State, sites: dict[str, Any]) -> tuple[Any, Any]:
+        """The state as arguments of a shard_map, any shard axis in front, and their specs.
+
+        `sites` tells for each key where it is logged inside.
+        """
         return state, jax.tree.map(lambda _: P(), state)
 
-    def back(self, state: Any, shards: dict[str, Any]) -> State:
+    def back(self, state: Any, sites: dict[str, Any]) -> State:
         """The inverse of `cross`."""
         return state
 

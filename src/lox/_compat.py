@@ -7,6 +7,7 @@ versions need it. Everything else in lox is built on `jax.extend` and `jax.inter
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,37 @@ import jax
 # 0.10-0.12: the table of linearization rules and the sharding of a callback are not re-exported.
 from jax._src.callback import _callback_op_sharding
 from jax._src.interpreters.ad import primitive_linearizations as primitive_linearizations
+from jax._src.interpreters.batching import BatchTrace
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import ad, mlir
+
+_outside = threading.local()
+
+
+def is_outside_shard_map(axis_data: Any) -> bool:
+    """Is this the axis of a vmap around the shard_map whose body is being batched?"""
+    return any(a is axis_data for a in getattr(_outside, "axes", ()))
+
+
+def _watch_shard_map() -> None:
+    # 0.10-0.12: vmap of a shard_map batches its body, where an axis from outside looks like any
+    # other. JAX has no rule to wrap for it, only this method.
+    tracer: Any = BatchTrace
+    process = tracer.process_shard_map
+
+    def process_shard_map(trace: Any, *args: Any, **params: Any) -> Any:
+        before = getattr(_outside, "axes", ())
+        _outside.axes = (*before, trace.axis_data)
+        try:
+            return process(trace, *args, **params)
+        finally:
+            _outside.axes = before
+
+    tracer.process_shard_map = process_shard_map
+
+
+_watch_shard_map()
 
 # The effect of `jax.debug.callback` may sit in loops, branches, remat and custom derivatives, and
 # JAX decides that by `isinstance`. Subclassing its type gives our effects the same rights.

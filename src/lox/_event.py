@@ -56,6 +56,7 @@ class Event:
     batch: tuple[int, ...]
     copies: tuple[bool, ...] = ()  # for each batch axis: are all lanes known to be the same
     derived: bool = False  # is it an event of a function that is being differentiated
+    outside: int = 0  # how many batch axes are of vmaps around the shard_map it is in
 
     def only(self, keys: set[str]) -> Event:
         """The same event, cut down to some of its keys."""
@@ -82,6 +83,7 @@ def once(event: Event, axes: frozenset[Axis]) -> Event:
                 mask=None if event.mask is None else first(event.mask),
                 batch=event.batch[:axis] + event.batch[axis + 1 :],
                 copies=event.copies[:axis] + event.copies[axis + 1 :],
+                outside=event.outside - (axis < event.outside),
             )
     return event
 

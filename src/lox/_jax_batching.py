@@ -64,6 +64,7 @@ class Held:
     masked: bool = dataclasses.field(metadata=dict(static=True))
     copies: tuple[bool, ...] = dataclasses.field(metadata=dict(static=True))
     derived: bool = dataclasses.field(metadata=dict(static=True))
+    outside: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def kind(self) -> Any:
@@ -95,7 +96,8 @@ class Hold(Collector):
 def _held(event: Event) -> Held:
     strong = [jax.lax.convert_element_type(x, x.dtype) for x in pack(event)]
     masked = event.mask is not None
-    return Held(strong, event.spec, len(event.batch), masked, event.copies, event.derived)
+    lanes = len(event.batch), masked, event.copies, event.derived, event.outside
+    return Held(strong, event.spec, *lanes)
 
 
 def _logged_behind(axis_data: Any, args: Args, dims: Args, branches: Any, params: Any) -> Any:
@@ -143,6 +145,7 @@ def _emit_batched(axis_data: Any, h: Held, xs: Args, dims: Args, taken: Array | 
         masked=h.masked or taken is not None,
         copies=h.copies,
         derived=h.derived,
+        outside=h.outside,
         anchored=False,
         sink=None,
     )

@@ -80,7 +80,7 @@ def _words(names: Any) -> frozenset[str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Track:
-    """How one key is kept. Shapes are those of a value; `batch` leads with the shards, if any."""
+    """How one key is kept. Shapes are those of a value; `batch` includes the shards, if any."""
 
     key: str
     spec: Spec  # of its first log call
@@ -163,7 +163,9 @@ def _track(key: str, found: Survey, options: Options, carried: bool) -> Track:
 
 
 def _outer_batch(site: Site) -> tuple[int, ...]:
-    return site.batch if site.shards is None else (site.shards.count, *site.batch)
+    if site.shards is None:
+        return site.batch
+    return (*site.batch[: site.outside], site.shards.count, *site.batch[site.outside :])
 
 
 def _check_agree(key: str, a: Site, b: Site, options: Options) -> None:

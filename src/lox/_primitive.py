@@ -61,6 +61,7 @@ def emit(event: Event, anchor: Array | None = None, sink: Any = None, token: Any
         masked=event.mask is not None,
         copies=event.copies or (False,) * len(event.batch),
         derived=event.derived,
+        outside=event.outside,
         anchored=anchor is not None,
         sink=sink,
     )
@@ -85,6 +86,7 @@ def read(args: list[Array], params: dict[str, Any]) -> tuple[Event, Array | None
     anchor = args.pop() if params["anchored"] else None
     event = unpack(params["spec"], params["batch_dims"], params["masked"], args)
     event.copies, event.derived = params["copies"], params["derived"]
+    event.outside = params["outside"]
     return event, anchor, token
 
 
@@ -138,6 +140,7 @@ def _batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
         tail.append(x if d is None else jax.lax.index_in_dim(x, 0, d, keepdims=False))
     front = [batch_front(axis_data, x, d) for x, d in zip(args, dims, strict=True)]
     params["batch_dims"] += 1
+    params["outside"] += _compat.is_outside_shard_map(axis_data)
     params["copies"] = (all(d is None for d in dims), *params["copies"])
     outs = log_p.bind(*front, *reversed(tail), **params)
     return outs, [None] * len(outs)

@@ -19,7 +19,7 @@ from ._collect import Collector
 from ._interpret import register
 from ._rows import Rows
 from ._rules import Args
-from ._survey import Shards, shards_of, survey
+from ._survey import Site, shards_of, survey
 
 
 @register("shard_map")
@@ -27,11 +27,11 @@ def _shard_map(eqn: Any, args: Args, col: Collector) -> Args:
     params = eqn.params
     body = _compat.closed(params["jaxpr"])
     found = survey(body, lambda spec: set(spec.keys), shards_of(params))
-    shards = {key: sites[0].shards for key, sites in found.sites.items()}
-    axes_of = {key: () if s is None else s.axes for key, s in shards.items()}
+    sites = {key: at[0] for key, at in found.sites.items()}
+    axes_of = {key: () if s.shards is None else s.shards.axes for key, s in sites.items()}
     order = list(dict.fromkeys(axes_of.values()))
     state = col.borrow(body)
-    outside, specs = col.cross(state, shards)
+    outside, specs = col.cross(state, sites)
     outside = jax.tree.map(lambda x, s: _compat.reshard_for(x, params["mesh"], s), outside, specs)
 
     def run(state: Any, args: Args) -> Any:
@@ -52,8 +52,8 @@ def _shard_map(eqn: Any, args: Args, col: Collector) -> Args:
         check_vma=params["check_vma"],
     )(outside, args)
     outs, state, groups = out
-    rows = {k: _land(r, shards[k]) for group in groups for k, r in group.items()}
-    col.absorb(col.back(state, shards), rows)
+    rows = {k: _land(r, sites[k]) for group in groups for k, r in group.items()}
+    col.absorb(col.back(state, sites), rows)
     return outs
 
 
@@ -64,9 +64,12 @@ def _lift(rows: Rows, axes: tuple[str, ...]) -> Rows:
     return jax.tree.map(up, rows)
 
 
-def _land(rows: Rows, shards: Shards | None) -> Rows:
-    """Put the shard axis behind the event axis, with the batch axes."""
-    if shards is None:
+def _land(rows: Rows, site: Site) -> Rows:
+    """Put the shard axis with the batch axes: inside of vmaps around the shard_map."""
+    if site.shards is None:
         return rows
-    rows = dataclasses.replace(rows, batch=(shards.count, *rows.batch))
-    return rows if rows.single else jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
+    n = site.outside
+    batch = (*rows.batch[:n], site.shards.count, *rows.batch[n:])
+    place = n if rows.single else n + 1
+    moved = jax.tree.map(lambda x: jnp.moveaxis(x, 0, place), rows)
+    return dataclasses.replace(moved, batch=batch)

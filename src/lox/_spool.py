@@ -17,6 +17,7 @@ from ._plan import Options, Plan, Track
 from ._primitive import emit_if_collecting, read
 from ._reduce import REDUCTIONS, over_lanes, select
 from ._rows import Rows, expand
+from ._survey import Site
 
 
 class Spool(Collector):
@@ -64,17 +65,17 @@ class Spool(Collector):
             state = _gated(add, track, self.state[track.key], leaves, steps, event)
             self.state = {**self.state, track.key: state}
 
-    def cross(self, state: State, shards: dict[str, Any]) -> tuple[Any, Any]:
+    def cross(self, state: State, sites: dict[str, Site]) -> tuple[Any, Any]:
         out, specs = {}, {}
         for key, value in state.items():
-            held = shards[key]
-            spec = P() if held is None else P(held.axes)
-            out[key] = value if held is None else _ring_axis(value, 1, 0)
+            shards = sites[key].shards
+            spec = P() if shards is None else P(shards.axes)
+            out[key] = _move_shards(value, sites[key], to_front=True)
             specs[key] = jax.tree.map(lambda _, s=spec: s, value)
         return out, specs
 
-    def back(self, state: Any, shards: dict[str, Any]) -> State:
-        return {k: v if shards[k] is None else _ring_axis(v, 0, 1) for k, v in state.items()}
+    def back(self, state: Any, sites: dict[str, Site]) -> State:
+        return {k: _move_shards(v, sites[k], to_front=False) for k, v in state.items()}
 
     def finish(self) -> logdict:
         """The logdict of all that was collected."""
@@ -90,11 +91,16 @@ class Spool(Collector):
         return logdict.of_entries(entries)
 
 
-def _ring_axis(state: Any, source: int, target: int) -> Any:
-    """Move the shard axis of a ring's buffers; that of all else is in front already."""
-    if "ring" not in state:
+def _move_shards(state: Any, site: Site, to_front: bool) -> Any:
+    """Move the shard axis between its place among the batch axes and the front."""
+    if site.shards is None:
         return state
-    return state | {"ring": jax.tree.map(lambda x: jnp.moveaxis(x, source, target), state["ring"])}
+
+    def move(x: Array, ring: int) -> Array:
+        ends = site.outside + ring, 0
+        return jnp.moveaxis(x, *(ends if to_front else ends[::-1]))
+
+    return {k: jax.tree.map(lambda x, r=k == "ring": move(x, r), v) for k, v in state.items()}
 
 
 def _cast(x: Array, dtype: Any) -> Array:

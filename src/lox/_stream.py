@@ -96,6 +96,7 @@ class Stream(Collector):
         due, more = seen == 0, jnp.ones_like(seen)
         if event.mask is not None:
             more = event.mask.astype(seen.dtype)
+        if seen.ndim or event.mask is not None:  # each lane has its own beat
             event = event.masked(due)
             due = event.mask  # type: ignore[assignment]
 
@@ -108,14 +109,14 @@ class Stream(Collector):
         seen = {**self.state["seen"], group: (seen + more) % self.options.interval}
         self.state = self.state | {"token": token, "seen": seen}
 
-    def cross(self, state: Any, shards: dict[str, Any]) -> tuple[Any, Any]:
-        rest, rest_specs = super().cross({k: v for k, v in state.items() if k != "folds"}, shards)
-        inside = {k: v for k, v in state["folds"].items() if k in shards}
-        folds, specs = self.folds.cross(inside, shards)
+    def cross(self, state: Any, sites: dict[str, Any]) -> tuple[Any, Any]:
+        rest, rest_specs = super().cross({k: v for k, v in state.items() if k != "folds"}, sites)
+        inside = {k: v for k, v in state["folds"].items() if k in sites}
+        folds, specs = self.folds.cross(inside, sites)
         return {**rest, "folds": folds}, {**rest_specs, "folds": specs}
 
-    def back(self, state: Any, shards: dict[str, Any]) -> Any:
-        folds = {**self.state["folds"], **self.folds.back(state["folds"], shards)}
+    def back(self, state: Any, sites: dict[str, Any]) -> Any:
+        folds = {**self.state["folds"], **self.folds.back(state["folds"], sites)}
         return {**state, "folds": folds}
 
     def finish(self) -> Array:

@@ -55,6 +55,7 @@ class Site:
     batch: tuple[int, ...]
     copies: tuple[bool, ...]
     derived: bool
+    outside: int
     masked: bool
     varying: frozenset[str]  # manual mesh axes over which its types vary
     shards: Shards | None  # the part of a shard_map's mesh over which it differs
@@ -122,6 +123,7 @@ def _once(site: Site, axes: frozenset[Axis]) -> Site:
         steps=tuple(shrunk(a) for a in site.steps),
         batch=tuple(site.batch[i] for i in keep),
         copies=tuple(site.copies[i] for i in keep),
+        outside=sum(i < site.outside for i in keep),
     )
 
 
@@ -154,8 +156,9 @@ def _visit_log(found: Survey, eqn: Any, select: Select, shards: Shards | None) -
         if field.key in wanted:
             varying = frozenset().union(*(_compat.varying_axes(a) for a in [*leaf_avals, *shared]))
             held = None if shards is None else shards.differing(varying)
-            lanes = batch, eqn.params["copies"], eqn.params["derived"]
-            site = Site(spec, field, leaf_avals, steps, *lanes, masked, varying, held)
+            told = {n: eqn.params[n] for n in ("copies", "derived", "outside", "masked")}
+            arrays = dict(values=leaf_avals, steps=steps, batch=batch)
+            site = Site(spec=spec, field=field, **arrays, **told, varying=varying, shards=held)
             one = Survey({field.key: [site]}, {field.key: 0 if masked else 1}, {field.key: 1})
             found.add(one)
 

@@ -1,14 +1,11 @@
 """The transformations: `spool` returns logs, `tap` streams them, `nolog` removes them.
 
 Each traces the user's function once, with logging on, and interprets the jaxpr with a collector.
-All of that happens inside one `jax.jit`, kept for as long as the user's function lives: so an eager
-call is traced and compiled once, and inside an outer `jit` the whole is inlined.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from . import _jax_batching as _jax_batching  # teach JAX's own rules about events, on import
+# Imported for what they register: rules of the interpreter, and of JAX's own transformations.
+from . import _custom_rules as _custom_rules
+from . import _jax_batching as _jax_batching
 from . import _jax_derivatives as _jax_derivatives
 from . import _shard_rule as _shard_rule
-from ._cache import Forget, memo, weak_callable
-from ._event import structure
+from ._cache import Forget
+from ._compile import TOKEN, compiled, trace
 from ._host import BY_HANDLE, Callback, EagerCall, Sink
 from ._interpret import interpret
 from ._logdict import logdict
@@ -32,14 +31,11 @@ from ._spool import Spool
 from ._stream import Stream
 from ._survey import survey
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
-_TRACEABLE = (*_ARRAYS, bool, int, float, complex)
 with jax.ensure_compile_time_eval():
     _Eager = type(jex.find_top_trace(()))
 
 Names = Iterable[str] | str | None
 Reduce = str | Reduction | Mapping[str, str | Reduction] | None
-Static = tuple[Any, Any]
 
 
 def spool(
@@ -107,7 +103,7 @@ def spool(
 
     @_like(fun)
     def spooled(*args: Any, **kwargs: Any) -> Any:
-        return _compiled(fun, ("spool", options), static, program, args, kwargs)(*args, **kwargs)
+        return compiled(fun, ("spool", options), static, program, args, kwargs)(*args, **kwargs)
 
     return spooled
 
@@ -172,7 +168,7 @@ def tap(
         return out_tree.unflatten(outs), stream.finish()
 
     def eager(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
-        return program(fun, args, kwargs, forget, BY_HANDLE, kwargs.pop(_TOKEN))
+        return program(fun, args, kwargs, forget, BY_HANDLE, kwargs.pop(TOKEN))
 
     def traced(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
         return program(fun, args, kwargs, forget, Sink(call), jnp.int32(0))[0]
@@ -182,10 +178,10 @@ def tap(
     @_like(fun)
     def tapped(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(jex.find_top_trace(()), _Eager):
-            return _compiled(fun, ("tap",), static, traced, args, kwargs, own)(*args, **kwargs)
-        run = _compiled(fun, ("tap", options), static, eager, args, kwargs)
+            return compiled(fun, ("tap",), static, traced, args, kwargs, own)(*args, **kwargs)
+        run = compiled(fun, ("tap", options), static, eager, args, kwargs)
         with EagerCall(call) as handle:
-            out, token = run(*args, **kwargs, **{_TOKEN: np.int32(handle)})
+            out, token = run(*args, **kwargs, **{TOKEN: np.int32(handle)})
             token.block_until_ready()
         return out
 
@@ -211,112 +207,8 @@ def nolog(fun: Callable) -> Callable:
     return silent
 
 
-_TOKEN = "lox_token"
-
-
 def _print(logs: logdict) -> None:
     print(logs, flush=True)
-
-
-def trace(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> tuple[Any, Any, list[Any]]:
-    """The jaxpr of `fun` with its logs, the structure of its result, and its flat arguments.
-
-    A function that closes over traced values of its surroundings is of no use in others: then
-    `forget` is called.
-    """
-    leaves, tree = jax.tree.leaves((args, kwargs)), structure((args, kwargs))
-    traced = [i for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)]
-
-    def flat_fun(*xs: Any) -> Any:
-        filled = list(leaves)
-        for i, x in zip(traced, xs, strict=True):
-            filled[i] = x
-        args, kwargs = tree.unflatten(filled)
-        return fun(*args, **kwargs)
-
-    flat_fun.__name__ = getattr(fun, "__name__", "fun")
-    flat = [leaves[i] for i in traced]
-    with collecting(True):
-        jaxpr, shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
-    if any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
-        forget()
-    return jaxpr, structure(shape), flat
-
-
-def _compiled(
-    fun: Callable,
-    key: tuple[Any, ...],
-    static: Static,
-    program: Callable,
-    args: Any,
-    kwargs: Any,
-    where: dict[Any, Any] | None = None,
-) -> Callable:
-    """The jitted form of `program(fun, args, kwargs)`, from the cache that `fun` owns.
-
-    Arguments that JAX can't trace (functions, strings, in a model's pytree, say) are static, unless
-    the user has said which ones are.
-    """
-    if static == (None, None):
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if not all(isinstance(x, _TRACEABLE) for x in leaves):
-            return _partly_static(fun, key, program, leaves, tree, where)
-
-    def build(forget: Forget) -> Callable:
-        alive = weak_callable(fun)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return program(alive(), args, kwargs, forget)
-
-        run.__name__ = run.__qualname__ = getattr(fun, "__name__", "fun")
-        if static != (None, None):
-            run.__signature__ = _signature(fun)  # type: ignore[attr-defined]
-        nums, names = static
-        return jax.jit(run, static_argnums=nums, static_argnames=names, inline=True)
-
-    return memo(fun, (*key, _hashable(static)), build, where)
-
-
-def _partly_static(
-    fun: Callable, key: Any, program: Callable, leaves: Any, tree: Any, where: Any
-) -> Callable:
-    still = tuple(None if isinstance(x, _TRACEABLE) else x for x in leaves)
-    moving = [i for i, x in enumerate(leaves) if isinstance(x, _TRACEABLE)]
-
-    def build(forget: Forget) -> Callable:
-        alive = weak_callable(fun)
-
-        def run(xs: Any, extra: Any) -> Any:
-            filled = list(still)
-            for i, x in zip(moving, xs, strict=True):
-                filled[i] = x
-            args, kwargs = tree.unflatten(filled)
-            return program(alive(), args, {**kwargs, **extra}, forget)
-
-        run.__name__ = getattr(fun, "__name__", "fun")
-        return jax.jit(run, inline=True)
-
-    jitted = memo(fun, (*key, tree, still), build, where)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        extra = {k: kwargs.pop(k) for k in [_TOKEN] if k in kwargs}
-        leaves = jax.tree.leaves((args, kwargs))
-        return jitted([leaves[i] for i in moving], extra)
-
-    return call
-
-
-def _hashable(static: Static) -> Any:
-    return tuple(tuple(s) if isinstance(s, list | set) else s for s in static)
-
-
-def _signature(fun: Callable) -> inspect.Signature:
-    """The signature of `fun`, open for the token's keyword."""
-    signature = inspect.signature(fun)
-    parameters = list(signature.parameters.values())
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        parameters.append(inspect.Parameter("_lox", inspect.Parameter.VAR_KEYWORD))
-    return signature.replace(parameters=parameters)
 
 
 def _like(fun: Callable) -> Callable[[Callable], Callable]:
