@@ -156,9 +156,19 @@ def _visit_log(found: Survey, eqn: Any, select: Select, shards: Shards | None) -
         if field.key in wanted:
             varying = frozenset().union(*(_compat.varying_axes(a) for a in [*leaf_avals, *shared]))
             held = None if shards is None else shards.differing(varying)
-            told = {n: eqn.params[n] for n in ("copies", "derived", "outside", "masked")}
-            arrays = dict(values=leaf_avals, steps=steps, batch=batch)
-            site = Site(spec=spec, field=field, **arrays, **told, varying=varying, shards=held)
+            site = Site(
+                spec=spec,
+                field=field,
+                values=leaf_avals,
+                steps=steps,
+                batch=batch,
+                copies=eqn.params["copies"],
+                derived=eqn.params["derived"],
+                outside=eqn.params["outside"],
+                masked=masked,
+                varying=varying,
+                shards=held,
+            )
             one = Survey({field.key: [site]}, {field.key: 0 if masked else 1}, {field.key: 1})
             found.add(one)
 
