@@ -557,3 +557,35 @@ def test_logify_and_lox_do_not_mix():
 
     assert set(logify.logify(f)(1.0)[1].asdict()) == {"a"}
     assert set(lox.spool(logify.logify(f))(1.0)[1]) == {"b"}
+
+
+# --- settings of JAX -----------------------------------------------------------------------------
+
+
+def test_with_jit_disabled():
+    seen = []
+    with jax.disable_jit():
+        _, logs = lox.spool(loop)(XS)
+        assert lox.spool(loop, reduce="mean")(XS)[1]["c"] == logs["c"].mean()
+        lox.tap(loop, seen.append)(XS)
+        lox.tap(loop, seen.append, every=4)(XS)
+    np.testing.assert_array_equal(logs["c"], np.cumsum(XS))
+    assert [s["c"].shape for s in seen] == [()] * 6 + [(4,), (2,)]
+
+
+def test_with_64_bits():
+    with jax.enable_x64(True):
+        _, logs = lox.spool(loop, reduce="mean")(jnp.arange(4.0))
+        assert logs["c"].dtype == np.float64
+        assert lox.spool(loop)(jnp.arange(4.0))[1]["c"].dtype == np.float64
+
+
+def test_with_checks_for_nans_and_leaks():
+    def f(x):
+        lax.cond(x > 0, lambda: (lox.log({"a": x}), 0)[1], lambda: 0)
+        return x
+
+    with jax.debug_nans(True):
+        assert not lox.spool(f, reduce="mean")(-1.0)[1].mask["a"]
+    with jax.checking_leaks():  # (of a differentiated loop with any effect, JAX reports its own)
+        assert lox.spool(jax.vmap(loop))(jnp.ones((2, 3)))[1]["c"].shape == (2, 3)

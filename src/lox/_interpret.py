@@ -64,16 +64,16 @@ def _stretches(jaxpr: Any, collector: Any) -> list[Stretch]:
     """Cut a jaxpr at the equations that must be looked at."""
     cuts: list[Stretch] = [([], [], [])]
     for eqn in jaxpr.eqns:
-        pure, events, other = cuts[-1]
-        is_event = eqn.primitive is log_p and is_log(eqn.effects, collector.effect)
-        if (
-            other
-            if is_event
-            else not eqn.effects and (other or _must_follow(eqn, events, collector))
-        ):
-            pure, events, other = [], [], []
-            cuts.append((pure, events, other))
-        (events if is_event else other if eqn.effects else pure).append(eqn)
+        _, events, other = cuts[-1]
+        if eqn.primitive is log_p and is_log(eqn.effects, collector.effect):
+            kind, cut = 1, bool(other)
+        elif eqn.effects:
+            kind, cut = 2, False
+        else:
+            kind, cut = 0, bool(other) or _must_follow(eqn, events, collector)
+        if cut:
+            cuts.append(([], [], []))
+        cuts[-1][kind].append(eqn)
     return cuts
 
 

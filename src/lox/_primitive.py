@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -103,10 +104,12 @@ def _abstract(*avals: Any, **params: Any) -> Any:
 
 @log_p.def_impl
 def _impl(*args: Array, **params: Any) -> Any:
+    kept = handed_on(list(args), params)
     if params["sink"] is None:
         _check_nobody_listens(params["spec"])
-        return handed_on(list(args), params)
-    return jax.jit(lambda *xs: log_p.bind(*xs, **params))(*args)
+    else:  # run one by one (jax.disable_jit): the host is here
+        params["sink"].host_function(**params)(*(np.asarray(x) for x in args))
+    return kept
 
 
 def _check_nobody_listens(spec: Spec) -> None:

@@ -20,6 +20,16 @@ from ._rows import Rows, expand
 from ._survey import Site
 
 
+def pass_on(options: Options, event: Event, anchor: Any) -> tuple[set[str], Any]:
+    """Hand what is not asked for (or to be kept) to a transformation further out.
+
+    Returns the keys that are asked for, and the anchor to go on with.
+    """
+    wanted = options.select(event.spec)
+    rest = set(event.spec.keys) - (set() if options.keep_logs else wanted)
+    return wanted, emit_if_collecting(event.only(rest), anchor) if rest else anchor
+
+
 class Spool(Collector):
     """Collect the planned keys; pass on the others, and all with `keep_logs`."""
 
@@ -35,10 +45,7 @@ class Spool(Collector):
 
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
         event, anchor, _ = read(args, params)
-        wanted = self.options.select(event.spec)
-        passed_on = set(event.spec.keys) - (set() if self.options.keep_logs else wanted)
-        if passed_on:
-            anchor = emit_if_collecting(event.only(passed_on), anchor)
+        wanted, anchor = pass_on(self.options, event, anchor)
         self.keep(event.only(wanted))
         return [] if anchor is None else [anchor]
 

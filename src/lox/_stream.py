@@ -20,10 +20,10 @@ from ._collect import Collector
 from ._event import Array, Event, Field, Spec, once
 from ._logdict import logdict
 from ._plan import Options, make_plan
-from ._primitive import emit, emit_if_collecting, read
+from ._primitive import emit, read
 from ._reduce import Reduction
 from ._rules import While, run_scan, split
-from ._spool import Spool
+from ._spool import Spool, pass_on
 from ._survey import Survey, survey
 
 
@@ -46,10 +46,7 @@ class Stream(Collector):
 
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
         event, anchor, _ = read(args, params)
-        wanted = self.options.select(event.spec)
-        passed_on = set(event.spec.keys) - (set() if self.options.keep_logs else wanted)
-        if passed_on:
-            anchor = emit_if_collecting(event.only(passed_on), anchor)
+        wanted, anchor = pass_on(self.options, event, anchor)
         folded = wanted & set(self.folds.plan)
         if folded:
             spool = self.folds.at(self.state["folds"])

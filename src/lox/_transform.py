@@ -182,7 +182,7 @@ def tap(
         run = compiled(fun, ("tap", options), static, eager, args, kwargs)
         with EagerCall(call) as handle:
             out, token = run(*args, **kwargs, **{TOKEN: np.int32(handle)})
-            token.block_until_ready()
+            jax.block_until_ready(token)
         return out
 
     return tapped
