@@ -130,7 +130,7 @@ def test_step_named_like_an_attribute_of_logdict(name):
         lox.log({"loss": 1.0}, **{name: 1})  # a taken name
 
     text = message(ValueError, f)
-    assert_says(text, f"{name!r}", line("a taken name"), "logdict", f"{name}_=")
+    assert_says(text, f"{name!r}", line("a taken name"), "logdict", f"{name.strip('_')}_=")
     assert_says(message(ValueError, lambda: lox.logdict({"a": 1.0}, **{name: 1})), f"{name!r}")
 
 
@@ -594,3 +594,37 @@ def test_error_of_the_program_is_not_hidden_by_that_of_the_callback():
     with pytest.raises(KeyError, match="in the program"):
         lox.tap(f, fails)(0.0)
     assert lox.tap(looped, lambda _: None)(0.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: lox.spool(lambda: lox.log({"n": 2**40}))(), "'n'"),
+        (lambda: lox.spool(lambda x: lox.log({"c": x * 1j}), reduce="min")(1.0), "'c'"),
+        (lambda: lox.tap(lambda x: x, "no"), "callable"),
+        (lambda: lox.spool(lambda x: x, prefix=3), "prefix"),
+        (lambda: lox.log({"a": 1}, prefix=None), "prefix"),
+        (lambda: lox.log({"a": 1}, _step=2), "_step"),
+        (lambda: lox.log(lox.logdict({"a": 1}, step=2)), "logs.data, step="),
+        (lambda: lox.spool(lambda a, x: x)({1, 2}, 1.0), "set"),
+    ],
+)
+def test_other_mistakes_are_named(call, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        call()
+
+
+def test_a_log_in_a_nested_shard_map_is_refused():
+    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec
+
+    def inner(x):
+        lox.log({"in": x.sum()})
+        return x
+
+    def outer(x):
+        return jax.shard_map(inner, in_specs=spec("j"), out_specs=spec("j"), axis_names={"j"})(x)
+
+    f = jax.shard_map(outer, mesh=mesh, in_specs=spec("i"), out_specs=spec("i"), axis_names={"i"})
+    with pytest.raises(lox.LogError, match=r"'in'.*another shard_map"):
+        jax.jit(lox.spool(f))(jnp.arange(16.0))

@@ -63,6 +63,11 @@ def test_gradient_is_unchanged(program):
     )
     for out in got:
         assert_same(out, want)
+    (grad, logs), (grad_of_jit, logs_of_jit) = together(
+        X, spool(jax.grad(lox.nolog(f))), spool(jax.grad(jax.jit(lox.nolog(f))))
+    )
+    assert_same([grad, grad_of_jit], [want, want])
+    assert logs == logs_of_jit == {}
 
 
 # --- 2: untransformed, a log is nothing ----------------------------------------------------------
@@ -243,15 +248,17 @@ def test_tap_sends_what_spool_returns(program):
     (_, logs), (_, thin), (_, total) = together(
         X, spool(f), spool(f, interval=2), lox.spool(f, reduce="sum")
     )
-    by_call, every_1, every_3, every_100, interval, summed = tap_together(
+    by_call, every_1, every_3, every_100, interval, both, summed = tap_together(
         X,
         *[(lambda tap: tap(f), o) for o in ({}, {"every": 1}, {"every": 3}, {"every": 100})],
         (lambda tap: tap(f), {"interval": 2}),
+        (lambda tap: tap(f), {"interval": 2, "every": 3}),
         (lambda tap: tap(f), {"reduce": "sum"}),
     )
     for got in (by_call, every_1, every_3, every_100):
         assert_same(by_lane(got), by_lane(logs))
     assert_same(by_lane(interval), by_lane(thin))
+    assert_same(by_lane(both), by_lane(thin))
     assert_same(by_lane(summed), by_lane(total))
 
 

@@ -137,6 +137,9 @@ def test_reduce_and_keep_steps():
     assert logs.reduce("sum")["odd"] == 5
     assert logs.reduce("count")["odd"] == 2
     assert logs.reduce("sum").count["odd"] == 2
+    some = logs.reduce(mode={"c": "max"})
+    assert some["c"] == 3
+    assert some.layouts["tree"].events
 
 
 def test_batch_axes_stay_in_front():
@@ -164,7 +167,13 @@ def test_plain_data_with_steps():
 
 def test_save_and_load(tmp_path):
     logs = spooled() | lox.logdict(
-        {"half": jnp.ones(3, jnp.bfloat16), "f8": jnp.ones(2, jnp.float8_e4m3fn), "n": 3, "c64": 1j}
+        {
+            "half": jnp.ones(3, jnp.bfloat16),
+            "h": jnp.bfloat16(1.5),
+            "f8": jnp.ones(2, jnp.float8_e4m3fn),
+            "n": 3,
+            "c64": 1j,
+        }
     )
     path = tmp_path / "a.lox"
     lox.save(logs, path)

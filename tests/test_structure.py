@@ -15,7 +15,17 @@ FILES = sorted((ROOT / "src").rglob("*.py"))
 # Each file of lox may import only what stands before it.
 ORDER = [
     *("_errors", "_compat", "_event", "_primitive", "_probe", "_reduce", "_format", "_entry"),
-    *("_logdict", "_log", "_survey", "_interpret", "_rows", "_collect", "_rules", "_custom_rules"),
+    *(
+        "_logdict",
+        "_log",
+        "_hidden",
+        "_survey",
+        "_interpret",
+        "_rows",
+        "_collect",
+        "_rules",
+        "_custom_rules",
+    ),
     *("_shard_rule", "_jax_batching", "_jax_derivatives", "_plan", "_spool", "_stream", "_cache"),
     *("_compile", "_host", "_save", "_transform", "__init__"),
 ]
@@ -52,6 +62,14 @@ def test_a_file_imports_only_what_stands_before_it(path):
 def test_a_file_holds_one_concept(path):
     assert len(path.read_text().splitlines()) <= 300
     assert ast.get_docstring(ast.parse(path.read_text())), "says what it is for"
+
+
+def test_importing_lox_starts_no_backend():
+    code = (
+        "import lox, logify; from jax._src import xla_bridge;"
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "src")
 
 
 def test_importing_lox_needs_jax_and_numpy_alone():

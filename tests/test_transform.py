@@ -343,6 +343,79 @@ def test_windows_are_reduced():
     assert [float(s.step["c"]) for s in seen] == [3.0, 5.0]
 
 
+def test_windows_keep_the_beat_of_interval():
+    seen = []
+    lox.tap(loop, seen.append, every=4, interval=3)(XS)
+    assert [list(s.step["c"]) for s in seen] == [[0.0, 3.0]]
+
+
+def test_reduced_windows_hold_while_loops():
+    def f(n):
+        def step(c, _):
+            return lax.while_loop(lambda k: k < n, lambda k: (lox.log({"k": k}), k + 1)[1], 0), None
+
+        return lax.scan(step, 0, None, length=6)[0]
+
+    seen = []
+    lox.tap(f, seen.append, every=3, reduce="sum")(4)
+    assert [int(s["k"]) for s in seen] == [18, 18]
+
+
+def test_a_loop_that_does_not_run_makes_no_call():
+    seen = []
+    lox.tap(loop, seen.append, every=3)(XS[:0])
+    assert seen == []
+
+
+def test_a_callback_need_not_be_hashable():
+    class Callback(list):
+        __call__ = list.append
+
+    seen = Callback()
+    jax.jit(lox.tap(loop, seen))(XS)
+    lox.flush()
+    assert len(seen) == 6
+
+
+def test_what_is_selected_changes_no_shape():
+    def loss(w, x):
+        lox.log({"w": w * 2})
+        lox.log({"x": x})
+        return w * x
+
+    f = jax.vmap(jax.grad(loss), in_axes=(None, 0))
+    assert lox.spool(f)(2.0, XS)[1]["w"].shape == (6,)
+    assert lox.spool(f, argnames=["w"])(2.0, XS)[1]["w"].shape == (6,)
+
+
+def test_the_cache_of_a_function_is_bounded():
+    def f(x, name):
+        lox.log({name: x})
+        return x
+
+    for i in range(100):
+        assert list(lox.spool(f)(1.0, str(i))[1]) == [str(i)]
+    from lox import _cache
+
+    assert len(_cache._of(f)) <= _cache.LIMIT
+
+
+def test_objects_without_weak_references_are_cached():
+    class Model:
+        __slots__ = ("runs",)
+
+        def __call__(self, x):
+            self.runs += 1
+            lox.log({"x": x})
+            return x
+
+    model = Model()
+    model.runs = 0
+    for _ in range(3):
+        lox.spool(model)(1.0)
+    assert model.runs == 1
+
+
 def test_a_whole_call_is_reduced_and_sent_once():
     seen = []
     lox.tap(loop, seen.append, reduce="mean")(XS)
@@ -512,6 +585,18 @@ def test_reductions_go_over_events_only():
 
     _, logs = lox.spool(f, reduce="mean")(XS)
     np.testing.assert_allclose(logs["v"], [2.5, -2.5])
+
+
+def test_a_users_reduction_may_return_a_pytree():
+    extent = lox.Reduction(
+        init=lambda x: (jnp.full_like(x, jnp.inf), jnp.full_like(x, -jnp.inf)),
+        update=lambda s, x: (jnp.minimum(s[0], x), jnp.maximum(s[1], x)),
+        merge=lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
+        finish=lambda s: {"low": s[0], "high": s[1]},
+    )
+    inside = lox.spool(loop, reduce=extent)(XS)[1]["c"]
+    outside = lox.spool(loop)(XS)[1].reduce(extent)["c"]
+    assert inside == outside == {"low": 0.0, "high": 15.0}
 
 
 def test_half_precision_is_averaged_in_float32():

@@ -70,7 +70,7 @@ class Logs:
         return out
 
 
-def logify(fun: Callable) -> Callable[..., tuple[Any, Logs]]:
+def logify(fun: Callable, *, capacity: int | None = None) -> Callable[..., tuple[Any, Logs]]:
     """Transform `fun` so that it returns `(out, Logs)`. Any order with jit, vmap and grad works.
 
     >>> import jax, jax.numpy as jnp, logify
@@ -87,7 +87,7 @@ def logify(fun: Callable) -> Callable[..., tuple[Any, Logs]]:
 
     Returns a function with the arguments of `fun`.
     """
-    spooled = lox.spool(fun, tags=(_TAG,))
+    spooled = lox.spool(fun, tags=(_TAG,), capacity=capacity)
 
     @functools.wraps(fun, updated=())
     def logified(*args: Any, **kwargs: Any) -> tuple[Any, Logs]:

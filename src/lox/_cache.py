@@ -12,6 +12,9 @@ from typing import Any
 _owned: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
 
+# How many variants (options, static arguments) of one function are kept.
+LIMIT = 32
+
 Forget = Callable[[], None]
 
 
@@ -28,15 +31,15 @@ def memo(
         method = None
         if isinstance(fun, types.MethodType):  # a new object each time it is looked up
             owner, method = fun.__self__, fun.__func__
-        try:
-            where = _of(owner)
-        except TypeError:  # no weak references: no cache that could be dropped with it
-            return build(lambda: None)
+        where = _of(owner)
         key = (method, key)
-    if key in where:
-        return where[key]
     kept = where
-    where[key] = built = build(lambda: kept.pop(key, None))
+    if key in kept:
+        kept[key] = kept.pop(key)  # the latest last
+        return kept[key]
+    kept[key] = built = build(lambda: kept.pop(key, None))
+    while len(kept) > LIMIT:
+        kept.pop(next(iter(kept)))
     return built
 
 
@@ -44,7 +47,14 @@ def _of(owner: Any) -> dict[Any, Any]:
     ident = id(owner)
     known = _owned.get(ident)
     if known is None or known[0]() is not owner:
-        known = _owned[ident] = (weakref.ref(owner, functools.partial(_forget, ident)), {})
+        try:
+            alive: Any = weakref.ref(owner, functools.partial(_forget, ident))
+        except TypeError:  # an object without weak references: of those, a few are kept alive
+            alive = functools.partial(lambda x: x, owner)
+            strong = [k for k, (a, _) in _owned.items() if isinstance(a, functools.partial)]
+            for old in strong[: len(strong) + 1 - LIMIT]:
+                _owned.pop(old, None)
+        known = _owned[ident] = (alive, {})
     return known[1]
 
 

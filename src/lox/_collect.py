@@ -37,6 +37,7 @@ class Collector:
 
     effect: ClassVar[type] = LogEffect
     defers: ClassVar[bool] = False  # may events wait until the equations after them are bound
+    enters_all: ClassVar[bool] = False  # look into constructs that have no event in sight
 
     def __init__(self, state: State):
         self.state = state
@@ -124,8 +125,17 @@ class Anchor(Rewrite):
 class Drop(Rewrite):
     """Events disappear."""
 
+    def for_rules(self) -> Collector:
+        return self
+
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
         return handed_on(args, params)
+
+
+class Silence(Drop):
+    """Events disappear, also those that a custom derivative's rule will only log when it is run."""
+
+    enters_all = True
 
 
 def has_events(*jaxprs: Any) -> bool:

@@ -15,6 +15,7 @@ import jax
 
 # 0.10-0.12: the table of linearization rules and the sharding of a callback are not re-exported.
 from jax._src.callback import _callback_op_sharding
+from jax._src.interpreters.ad import fallback_linearize_rule
 from jax._src.interpreters.ad import primitive_linearizations as primitive_linearizations
 from jax._src.interpreters.batching import BatchTrace
 from jax.extend import core as jex
@@ -127,6 +128,21 @@ def equation_scope(eqn: Any) -> Iterator[None]:
         eqn.ctx.manager,
     ):
         yield
+
+
+# What a linearization rule returns: 0.10 has no place for structured residuals. (Found by tracing,
+# because importing lox must not start JAX's backends.)
+_arity: list[int] = []
+jax.make_jaxpr(
+    lambda x: _arity.append(len(fallback_linearize_rule(jex.primitives.neg_p, False, [True], x)))
+)(0.0)
+_RESIDUALS: tuple[Any, ...] = ([],) if _arity == [4] else ([], None)
+
+
+def without_tangent(outs: list[Any]) -> tuple[Any, ...]:
+    """What a linearization rule returns for results that have no derivative."""
+    zeros = [zero_tangent(x) for x in outs]
+    return outs, [False] * len(outs), *_RESIDUALS, lambda *_: zeros
 
 
 def zero_tangent(x: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from . import _errors
 from ._cache import Forget, memo, weak_callable
 from ._event import structure
 from ._primitive import collecting
@@ -24,8 +25,10 @@ Static = tuple[Any, Any]
 TOKEN = "lox_token"  # the keyword by which a tapped program gets its token
 
 
-def trace(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> tuple[Any, Any, list[Any]]:
-    """The jaxpr of `fun` with its logs, the structure of its result, and its flat arguments.
+def trace(
+    fun: Callable, args: Any, kwargs: Any, forget: Forget, logs: bool = True
+) -> tuple[Any, Any, list[Any]]:
+    """The jaxpr of `fun`, with its logs or without; the structure of its result; flat arguments.
 
     A function that closes over traced values of its surroundings is of no use in others: then
     `forget` is called.
@@ -42,7 +45,7 @@ def trace(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> tuple[Any, A
 
     flat_fun.__name__ = getattr(fun, "__name__", "fun")
     flat = [leaves[i] for i in traced]
-    with collecting(True):
+    with collecting(logs):
         jaxpr, shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
     if any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
         forget()
@@ -102,6 +105,11 @@ def _partly_static(
         run.__name__ = getattr(fun, "__name__", "fun")
         return jax.jit(run, inline=True)
 
+    for leaf in still:
+        try:
+            hash(leaf)
+        except TypeError:
+            raise _errors.not_static(fun, leaf) from None
     jitted = memo(fun, (*key, tree, still), build, where)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 
 from . import _errors
 from ._event import structure
-from ._reduce import APPEND, over_lanes, reduce_rows, resolve
+from ._reduce import APPEND, over_lanes, reduce_rows, resolve, select
 
 Array = Any
 
@@ -161,9 +161,10 @@ def reduced(entry: Entry, reduction: Any, keep_steps: bool) -> Entry:
     if reduction.name == "count":
         tree, values = structure(0), values[:1]
     lanes = np.shape(leaves[0])[: event_axis(leaves[0], entry.layout.ndims[0])]
-    ndims = tuple(np.ndim(v) - len(lanes) for v in values)
+    value = tree.unflatten(values)  # the result of a user's reduction may be a pytree
+    ndims = tuple(np.ndim(v) - len(lanes) for v in jax.tree.leaves(value))
     count = jnp.broadcast_to(count_of(entry), lanes)
-    return Entry(tree.unflatten(values), steps, Layout(False, ndims, step_ndims), mask, count)
+    return Entry(value, steps, Layout(False, ndims, step_ndims), mask, count)
 
 
 def _reduce_leaf(reduction: Any, x: Array, ndim: int, mask: Array | None) -> Array:
@@ -174,7 +175,7 @@ def _reduce_leaf(reduction: Any, x: Array, ndim: int, mask: Array | None) -> Arr
     reduced = lambda rows, m: reduce_rows(reduction, rows, m)
     out = over_lanes(reduced, lanes)(x, jnp.asarray(mask))
     real = jnp.asarray(mask).any(-1)
-    return jnp.where(real.reshape(real.shape + (1,) * (out.ndim - real.ndim)), out, 0)
+    return select(real, out, jax.tree.map(jnp.zeros_like, out))
 
 
 def compacted(entry: Entry) -> Entry | None:

@@ -75,8 +75,8 @@ def not_a_mapping(data: object, line: str) -> TypeError:
 
 def step_name_taken(name: str, line: str) -> ValueError:
     return ValueError(
-        f"{line}: a step can't be named {name!r}, because logdict has an attribute of that name. "
-        f"Choose another, e.g. {name}_=..."
+        f"{line}: a step can't be named {name!r}, because logdict has an attribute of that name "
+        f"(or may have, where it starts with _). Choose another, e.g. {name.strip('_')}_=..."
     )
 
 
@@ -135,8 +135,9 @@ def unbounded(key: str, line: str) -> LogError:
 
 def no_rule(primitive: str, spec: Any, why: str = "") -> LogError:
     why = why or "lox has no rule for it"
+    what = "a log" if spec is None else f"the log of {_keys(spec)} at {spec.line}"
     return LogError(
-        f"the log of {_keys(spec)} at {spec.line} is inside {primitive!r}, and can't be carried "
+        f"{what} is inside {primitive!r}, and can't be carried "
         f"out of it: {why}. Return the value from it and log it outside, or leave the log out "
         "with lox.nolog(f)."
     )
@@ -175,6 +176,50 @@ def traced_compact(key: str) -> ValueError:
 def in_log(error: Exception, data: Any, line: str) -> Exception:
     keys = ", ".join(repr(k) for k in data)
     return type(error)(f"lox.log of {keys} at {line}: {error}")
+
+
+def not_static(fun: Any, leaf: Any) -> TypeError:
+    name = getattr(fun, "__name__", "the function")
+    return TypeError(
+        f"an argument of {name} holds a {type(leaf).__name__}, which JAX can't trace and which "
+        "can't be static either, because it is not hashable. Pass arrays, or bind it beforehand: "
+        f"lox.spool(functools.partial({name}, ...))."
+    )
+
+
+def not_callable(callback: Any) -> TypeError:
+    return TypeError(
+        f"the callback of lox.tap must be callable, got {callback!r}. "
+        "Write lox.tap(f, lambda logs: ...)."
+    )
+
+
+def not_a_string(name: str, value: Any) -> TypeError:
+    return TypeError(f'{name} must be a string, got {value!r}. Write {name}="train/".')
+
+
+def no_such_number(key: str, value: Any, line: str, error: Exception) -> TypeError:
+    return TypeError(
+        f"lox.log at {line}: JAX can't represent the value of {key!r}, {value!r} ({error}). "
+        f"Convert it: lox.log({{{key!r}: jnp.float32(...)}})."
+    )
+
+
+def two_batches(key: str, first: Any, here: Any, line_first: str, line_here: str) -> ValueError:
+    return ValueError(
+        f"the key {key!r} is logged in a batch of shape {first} at {line_first}, and in one of "
+        f"shape {here} at {line_here} (by vmap, lax.map or shard_map; () is no batch). Rows of one "
+        f"key are stacked, so they must agree. Use two names, e.g. {key + '_a'!r} and "
+        f"{key + '_b'!r}."
+    )
+
+
+def steps_inside(logs: Any, line: str) -> TypeError:
+    names = ", ".join(f"{n}=..." for n in logs.steps)
+    return TypeError(
+        f"lox.log at {line}: a logdict with steps of its own can't be logged, they would be lost. "
+        f"Log its values and give the steps: lox.log(logs.data, {names})."
+    )
 
 
 def no_cotangent(key: str, value: Any, line: str) -> TypeError:

@@ -55,7 +55,7 @@ class Event:
     mask: Array | None
     batch: tuple[int, ...]
     copies: tuple[bool, ...] = ()  # for each batch axis: are all lanes known to be the same
-    derived: bool = False  # is it an event of a function that is being differentiated
+    derived: bool = False  # has it been through forward-mode differentiation
     outside: int = 0  # how many batch axes are of vmaps around the shard_map it is in
 
     def only(self, keys: set[str]) -> Event:

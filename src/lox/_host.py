@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._entry import Entry, compacted
+from ._entry import Entry, compacted, count_of
 from ._logdict import iterate_entries, logdict
 
 Callback = Callable[[logdict], Any]
@@ -63,11 +63,19 @@ _calls: dict[int, tuple[Callback, Errors]] = {}
 _handles = itertools.count(1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Sink:
     """Where the events of a tapped program go: a callback, or whatever the token stands for."""
 
     callback: Callback | None
+
+    # It is a parameter of the primitive. A callback need not be hashable.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sink) and other.callback is self.callback
+
+    def __hash__(self) -> int:
+        return id(self.callback)
 
     def host_function(self, **params: Any) -> Callable:
         from ._primitive import read
@@ -107,7 +115,7 @@ def real_part(event: Any) -> logdict:
 def _real(entry: Entry) -> Entry | None:
     """What of an entry happened. The rows of a batch keep their mask: its lanes may differ."""
     if entry.mask is None:
-        return entry
+        return None if entry.layout.events and count_of(entry) == 0 else entry
     if not entry.mask.any():
         return None
     in_batch = entry.mask.ndim > entry.layout.events

@@ -15,8 +15,9 @@ from typing import Any
 from jax.extend import core as jex
 
 from . import _compat, _errors
+from ._hidden import first_log
 from ._primitive import is_log, log_p
-from ._survey import BODIES, first_log
+from ._survey import BODIES
 
 Rule = Callable[[Any, list[Any], Any], list[Any]]
 RULES: dict[str, Rule] = {}
@@ -67,7 +68,7 @@ def _stretches(jaxpr: Any, collector: Any) -> list[Stretch]:
         _, events, other = cuts[-1]
         if eqn.primitive is log_p and is_log(eqn.effects, collector.effect):
             kind, cut = 1, bool(other)
-        elif eqn.effects:
+        elif eqn.effects or (collector.enters_all and eqn.primitive.name in RULES):
             kind, cut = 2, False
         else:
             kind, cut = 0, bool(other) or _must_follow(eqn, events, collector)
@@ -100,7 +101,8 @@ def _run_pure(jaxpr: Any, eqns: list[Any], env: dict[Any, Any], read: Callable) 
 
 
 def _equation(eqn: Any, args: list[Any], collector: Any) -> list[Any]:
-    if not is_log(eqn.effects, collector.effect):
+    enter = collector.enters_all and eqn.primitive.name in RULES
+    if not enter and not is_log(eqn.effects, collector.effect):
         return _compat.bind(eqn, args)
     if eqn.primitive is log_p:
         return collector.event(args, eqn.params)

@@ -54,8 +54,10 @@ def log(
     line = caller_line()
     spec, values, step_values = describe(data, tags, explicit, prefix, reduce, steps, line)
     if collecting.value and spec.fields:
-        arrays = [[jnp.asarray(x) for x in leaves] for leaves in values]
-        emit(Event(spec, arrays, [jnp.asarray(s) for s in step_values], None, ()))
+        keyed = zip(spec.fields, values, strict=True)
+        arrays = [[_array(f.key, x, line) for x in leaves] for f, leaves in keyed]
+        at = [_array(n, s, line) for n, s in zip(spec.steps, step_values, strict=True)]
+        emit(Event(spec, arrays, at, None, ()))
     whole = {f.key: f.tree.unflatten(v) for f, v in zip(spec.fields, values, strict=True)}
     ndims = {f.key: f.ndims for f in spec.fields}
     named = dict(zip(spec.steps, step_values, strict=True))
@@ -90,6 +92,13 @@ def log_grad(x: Any, name: str, *, tags: Iterable[str] = (), **steps: Any) -> An
     return spec.fields[0].tree.unflatten(out)
 
 
+def _array(key: str, value: Any, line: str) -> Any:
+    try:
+        return jnp.asarray(value)
+    except (OverflowError, TypeError) as error:
+        raise _errors.no_such_number(key, value, line, error) from None
+
+
 def caller_line() -> str:
     """Where the user called: file:line of the first frame outside of lox and logify."""
     frame: Any = sys._getframe(1)
@@ -114,8 +123,11 @@ def describe(
     """Check a log call; split it into its static description and its leaves."""
     if not isinstance(data, Mapping):
         raise _errors.not_a_mapping(data, line)
-    if isinstance(tags, str):
-        tags = (tags,)
+    tags = (tags,) if isinstance(tags, str) else tuple(tags or ())
+    if not isinstance(prefix, str):
+        raise _errors.not_a_string("prefix", prefix)
+    if isinstance(data, logdict) and data.steps:
+        raise _errors.steps_inside(data, line)
     try:
         resolve(reduce)
     except ValueError as error:
@@ -133,7 +145,7 @@ def describe(
         fields.append(Field(prefix + key, tree, tuple(np.ndim(v) for v in leaves)))
         values.append(leaves)
     for name, value in steps.items():
-        if name in RESERVED:
+        if name in RESERVED or name.startswith("_"):
             raise _errors.step_name_taken(name, line)
         check_leaf(name, value, line, step=True)
     ndims = tuple(np.ndim(s) for s in steps.values())

@@ -40,7 +40,7 @@ class logdict(dict):
         for name in steps:
             if name in RESERVED:
                 raise _errors.step_name_taken(name, "logdict")
-        if isinstance(data, logdict):
+        if isinstance(data, logdict) and not steps:
             for key, entry in data._entries.items():
                 self._put(key, entry)
             return
@@ -201,9 +201,17 @@ class logdict(dict):
         """The same with `prefix` in front of every key."""
         return logdict.of_entries({prefix + k: e for k, e in self._entries.items()})
 
-    def reduce(self, reduce: Any, keep_steps: bool = True) -> logdict:
-        """Reduce each key over its events, as `spool(f, reduce=…)` does inside the program."""
-        out = {k: reduced(e, resolve(reduce), keep_steps) for k, e in self._entries.items()}
+    def reduce(self, mode: Any, keep_steps: bool = True) -> logdict:
+        """Reduce each key over its events, as `spool(f, reduce=…)` does inside the program.
+
+        A dict from key to reduction leaves the other keys as they are.
+        """
+        if isinstance(mode, Mapping):
+            how = {k: resolve(r) for k, r in mode.items()}
+        else:
+            how = dict.fromkeys(self, resolve(mode))
+        entries = self._entries.items()
+        out = {k: reduced(e, how[k], keep_steps) if k in how else e for k, e in entries}
         return logdict.of_entries(out)
 
     @property

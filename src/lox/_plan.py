@@ -45,6 +45,8 @@ class Options:
             value = rest.get(name)
             if value is not None and (isinstance(value, bool) or not _positive(value)):
                 raise _errors.not_positive(name, value)
+        if not isinstance(rest.get("prefix", ""), str):
+            raise _errors.not_a_string("prefix", rest["prefix"])
         if isinstance(reduce, Mapping):
             reduce = tuple((k, resolve(r)) for k, r in reduce.items())
         else:
@@ -107,15 +109,21 @@ class Track:
 Plan = dict[str, Track]
 
 
-def make_plan(found: Survey, options: Options, carried: bool = False) -> Plan:
+def make_plan(
+    found: Survey, options: Options, carried: bool = False, lanes: set[str] | None = None
+) -> Plan:
     """Decide how every surveyed key is kept.
 
-    With `carried`, nothing may leave as rows (the program is the body of a while loop).
+    With `carried`, nothing may leave as rows (the program is the body of a while loop). `lanes` is
+    given for the plan of a window: its keys count by lane as elsewhere in the program, and a count
+    for `interval` may not start at zero.
     """
-    return {key: _track(key, found, options, carried) for key in found.sites}
+    return {key: _track(key, found, options, carried, lanes) for key in found.sites}
 
 
-def _track(key: str, found: Survey, options: Options, carried: bool) -> Track:
+def _track(
+    key: str, found: Survey, options: Options, carried: bool, lanes: set[str] | None
+) -> Track:
     sites = found.sites[key]
     first = sites[0]
     for site in sites[1:]:
@@ -152,8 +160,8 @@ def _track(key: str, found: Survey, options: Options, carried: bool) -> Track:
         shards=shards,
         varying=frozenset().union(*(s.varying for s in sites)),
         avals=(*first.values, *first.steps),
-        by_lane=masked or shards is not None,
-        certain=found.least[key] == most,
+        by_lane=masked or shards is not None or key in (lanes or ()),
+        certain=found.least[key] == most and (lanes is None or interval == 1),
         may_be_none=found.least[key] == 0,
         events=reduction == APPEND or most != 1 or key in found.looped,
         size=size,
@@ -176,8 +184,7 @@ def _check_agree(key: str, a: Site, b: Site, options: Options) -> None:
         if x.shape[len(a.batch) :] != y.shape[len(b.batch) :]:
             raise _errors.two_shapes(key, x.str_short(), y.str_short(), *lines)
     if _outer_batch(a) != _outer_batch(b):
-        show = lambda s: f"{s.values[0].str_short()} in a batch of {_outer_batch(s)}"
-        raise _errors.two_shapes(key, show(a), show(b), *lines)
+        raise _errors.two_batches(key, _outer_batch(a), _outer_batch(b), *lines)
     if a.spec.steps != b.spec.steps:
         raise _errors.two_steps(key, a.spec.steps, b.spec.steps, *lines)
     for name, x, y in zip(a.spec.steps, a.steps, b.steps, strict=True):

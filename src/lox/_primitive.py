@@ -128,6 +128,10 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return outs, [_compat.zero_tangent(x) for x in outs]
 
 
+def _linearize(is_vjp: bool, nonzero: Any, *primals: Array, **params: Any) -> Any:
+    return _compat.without_tangent(log_p.bind(*primals, **params))
+
+
 def _transpose(*_: Any, spec: Spec, **__: Any) -> Any:
     raise _errors.tangent_logged(spec)
 
@@ -166,6 +170,7 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
 
 
 ad.primitive_jvps[log_p] = _jvp
+_compat.primitive_linearizations[log_p] = _linearize
 ad.primitive_transposes[log_p] = _transpose
 batching.fancy_primitive_batchers[log_p] = _batch
 mlir.register_lowering(log_p, _lower, cacheable=False)

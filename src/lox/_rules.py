@@ -151,7 +151,7 @@ class While:
     The condition is evaluated once before the loop and then at the end of each iteration, so its
     logs are in the body, where state can be carried. Under `vmap` the predicate may have batch
     axes: then the loop runs while any lane does, and the lanes that are done keep their values.
-    Each of their events has a mask already (see `_jax_rules`).
+    Each of their events has a mask already (see `_jax_batching`).
     """
 
     def __init__(self, eqn: Any, args: Args, col: Collector):

@@ -109,7 +109,7 @@ def _storable(x: np.ndarray) -> np.ndarray:
     """NumPy's format does not know bfloat16 and its like: their bits are stored."""
     if x.dtype.isbuiltin == 1:
         return x
-    return np.ascontiguousarray(x).view(np.dtype(f"u{x.dtype.itemsize}"))
+    return np.asarray(x, order="C").view(np.dtype(f"u{x.dtype.itemsize}"))
 
 
 def _read_array(archive: zipfile.ZipFile, i: int, dtype: str) -> np.ndarray:
@@ -120,7 +120,7 @@ def _read_array(archive: zipfile.ZipFile, i: int, dtype: str) -> np.ndarray:
 def _encode(key: str, tree: Any, put: Any) -> Any:
     """A pytree of dicts, lists, tuples and None as JSON, arrays by their number."""
     encode = lambda x: _encode(key, x, put)
-    if isinstance(tree, dict) and type(tree) is dict:
+    if type(tree) is dict and all(isinstance(k, str | int) for k in tree):
         return {"dict": [[k, encode(v)] for k, v in tree.items()]}
     if type(tree) is list:
         return {"list": [encode(v) for v in tree]}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from . import _errors
 from ._collect import Collector, State, keys_in
 from ._compat import as_varying, explicit_sharding, reshard_like
 from ._event import Array, Axis, Event, Spec, once
@@ -36,7 +37,7 @@ class Spool(Collector):
     defers = True
 
     def __init__(self, plan: Plan, options: Options, repeated: frozenset[Axis] = frozenset()):
-        super().__init__({t.key: _typed(t, _initial(t)) for t in plan.values() if t.kind != "rows"})
+        super().__init__({t.key: _started(t) for t in plan.values() if t.kind != "rows"})
         self.plan, self.options, self.repeated = plan, options, repeated
 
     def borrow(self, *jaxprs: Any) -> State:
@@ -116,6 +117,13 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 # --- state ---------------------------------------------------------------------------------------
 # Every array of a state has the batch axes in front, but a ring's buffers have the ring axis first.
+
+
+def _started(track: Track) -> Any:
+    try:
+        return _typed(track, _initial(track))
+    except TypeError as error:  # a reduction that can't take such values
+        raise _errors.in_log(error, [track.key], track.spec.line) from error
 
 
 def _initial(track: Track) -> Any:
@@ -262,7 +270,8 @@ def _finish_fold(track: Track, state: Any) -> Entry:
 
 def _entry(track: Track, values: Any, steps: Any, events: bool, mask: Any, count: Any) -> Entry:
     outer = len(track.batch) + events
-    ndims = tuple(x.ndim - outer for x in values)
+    value = track.tree.unflatten(values)  # the result of a user's reduction may be a pytree
+    ndims = tuple(x.ndim - outer for x in jax.tree.leaves(value))
     layout = Layout(events, ndims, tuple(s.ndim - outer for s in steps))
     named = dict(zip(track.steps, steps, strict=True))
-    return Entry(track.tree.unflatten(values), named, layout, mask, count)
+    return Entry(value, named, layout, mask, count)

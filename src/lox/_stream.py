@@ -24,16 +24,17 @@ from ._primitive import emit, read
 from ._reduce import Reduction
 from ._rules import While, run_scan, split
 from ._spool import Spool, pass_on
-from ._survey import Survey, survey
+from ._survey import Survey, every_key, survey
 
 
 class Stream(Collector):
     """Send events to a sink. State: the token, counts for `interval`, reductions over the call."""
 
     def __init__(self, jaxpr: Any, options: Options, sink: Any, token: Array):
-        found = survey(jaxpr, options.select)
-        self.options, self.sink, self.repeated = options, sink, found.repeated()
-        found = found.once(self.repeated)
+        self.options, self.sink = options, sink
+        self.repeated = survey(jaxpr, every_key).repeated()
+        found = survey(jaxpr, options.select).once(self.repeated)
+        self.lanes = {k for k, sites in found.sites.items() if any(s.masked for s in sites)}
         reduced = (
             set() if options.every else {k for k in found.sites if _reduced(k, found, options)}
         )
@@ -128,16 +129,34 @@ class Stream(Collector):
     def loop(self, eqn: Any, args: list[Array]) -> list[Array] | None:
         if self.options.every is None:
             return None
-        bodies = [eqn.params[n] for n in ("jaxpr", "cond_jaxpr", "body_jaxpr") if n in eqn.params]
-        if any(math.isinf(m) for b in bodies for m in survey(b, self.options.select).most.values()):
+        if self._unbounded(eqn.params):
             return None  # an iteration may log without bound: windows go around the loops inside
         cut = _cut_scan if eqn.primitive.name == "scan" else _cut_while
         return cut(self, eqn, args, self.options.every)
 
+    def _unbounded(self, params: Any) -> bool:
+        """May an iteration of this loop log any number of events that must all be kept?"""
+        bodies = [params[n] for n in ("jaxpr", "cond_jaxpr", "body_jaxpr") if n in params]
+        for found in (survey(b, self.options.select) for b in bodies):
+            for key, most in found.most.items():
+                if math.isinf(most) and not _reduced(key, found, self.options):
+                    return True
+        return False
+
     def window(self, found: Survey, carried: bool = False) -> Spool:
         """A fresh spool for the events of one window."""
-        plan = make_plan(found.once(self.repeated), self.options, carried)
+        plan = make_plan(found.once(self.repeated), self.options, carried, self.lanes)
         return Spool(plan, self.options, self.repeated)
+
+    def on_beat(self, spool: Spool, seen: Any) -> Any:
+        """The initial state of a window, which goes on counting for `interval`."""
+        go_on = lambda k, s: s | {"seen": seen[self.group[k]]} if "seen" in s else s
+        return {k: go_on(k, s) for k, s in spool.state.items()}
+
+    def beat(self, spool: Spool, seen: Any) -> Any:
+        """The counts for `interval` after a window."""
+        inside = {self.group[k]: s["seen"] for k, s in spool.state.items() if "seen" in s}
+        return {**seen, **inside}
 
     def send_window(self, spool: Spool, token: Array) -> Array:
         child = self.at(self.state | {"token": token})
@@ -176,20 +195,21 @@ def _cut_scan(stream: Stream, eqn: Any, args: list[Array], every: int) -> list[A
     found = survey(body, stream.options.select)
 
     def window(size: int, state: Any, xs: Any) -> Any:
-        values, token = state
+        values, token, seen = state
         events = Survey()
         events.add(found, size, size, True)
         spool = stream.window(events)
-        outs, new_state, rows = run_scan(params, [*consts, *values, *xs], spool, spool.state, size)
+        start = stream.on_beat(spool, seen)
+        outs, new_state, rows = run_scan(params, [*consts, *values, *xs], spool, start, size)
         spool.absorb(new_state, rows)
         values, ys = split(outs, n_carry)
-        return (values, stream.send_window(spool, token)), ys
+        return (values, stream.send_window(spool, token), stream.beat(spool, seen)), ys
 
     # In a reverse scan the remainder comes last in program order, but first in the arrays.
     start = rest if reverse else 0
     chunk = lambda x: x[start : start + whole * every].reshape(whole, every, *x.shape[1:])
     remainder = lambda x: x[:rest] if reverse else x[whole * every :]
-    state = (carry, stream.state["token"])
+    state = (carry, stream.state["token"], stream.state["seen"])
     parts = []
     if whole:
         step = lambda state, xs: window(every, state, xs)
@@ -200,8 +220,8 @@ def _cut_scan(stream: Stream, eqn: Any, args: list[Array], every: int) -> list[A
         parts.append(ys)
     parts = parts[::-1] if reverse else parts
     ys = parts[0] if len(parts) == 1 else [jnp.concatenate(p) for p in zip(*parts, strict=True)]
-    carry, token = state
-    stream.state = stream.state | {"token": token}
+    carry, token, seen = state
+    stream.state = stream.state | {"token": token, "seen": seen}
     return [*carry, *ys]
 
 
@@ -215,23 +235,25 @@ def _cut_while(stream: Stream, eqn: Any, args: list[Array], every: int) -> list[
     events.add(in_cond, 0, every, True)
 
     def outer(carry: Any) -> Any:
-        values, pred, token = carry
+        values, pred, token, seen = carry
         spool = stream.window(events, carried=True)
         loop = While(eqn, args, spool)
+        start = stream.on_beat(spool, seen)
         again = lambda c: (c[0] < every) & loop.keep_going(c[1])
         more = lambda c: (c[0] + 1, loop.step(c[1]))
         _, (values, pred, state) = lax.while_loop(
-            again, more, (jnp.int32(0), (values, pred, spool.state))
+            again, more, (jnp.int32(0), (values, pred, start))
         )
         spool.absorb(state, {})
-        return values, pred, stream.send_window(spool, token)
+        return values, pred, stream.send_window(spool, token), stream.beat(spool, seen)
 
     spool = stream.window(first, carried=True)
     start = While(eqn, args, spool)
-    values, pred, state = start.start(spool.state)
+    values, pred, state = start.start(stream.on_beat(spool, stream.state["seen"]))
     spool.absorb(state, {})
     token = stream.send_window(spool, stream.state["token"])
+    seen = stream.beat(spool, stream.state["seen"])
     keep_going = lambda c: start.keep_going((c[0], c[1], None))
-    values, _, token = lax.while_loop(keep_going, outer, (values, pred, token))
-    stream.state = stream.state | {"token": token}
+    values, _, token, seen = lax.while_loop(keep_going, outer, (values, pred, token, seen))
+    stream.state = stream.state | {"token": token, "seen": seen}
     return values

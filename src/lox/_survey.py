@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from jax.core import ShapedArray
-from jax.extend import core as jex
 
 from . import _compat, _errors
 from ._event import Axis, Field, Spec
+from ._hidden import check_hidden, first_log
 from ._primitive import is_log, log_p
 
 
@@ -84,7 +82,8 @@ class Survey:
     def repeated(self) -> frozenset[Axis]:
         """Batch axes (position and size) that only repeat what is logged, as in `jax.jacfwd`.
 
-        That maps over tangents alone: events of the function itself are the same in all lanes.
+        That maps over tangents alone: events of the function itself are the same in all lanes. The
+        survey must be of all keys, or what is selected would change the shapes.
         """
         axes = [
             (axis, copy, s.derived)
@@ -128,6 +127,10 @@ def _once(site: Site, axes: frozenset[Axis]) -> Site:
 
 
 Select = Callable[[Spec], set[str]]
+
+
+def every_key(spec: Spec) -> set[str]:
+    return set(spec.keys)
 
 
 def survey(jaxpr: Any, select: Select, shards: Shards | None = None) -> Survey:
@@ -185,6 +188,8 @@ def _inner(eqn: Any, select: Select, shards: Shards | None) -> Survey:
         out.add(survey(params["cond_jaxpr"], select, shards), 1, math.inf, True)
         out.add(survey(params["body_jaxpr"], select, shards), 0, math.inf, True)
     elif name == "shard_map":
+        if shards is not None:
+            raise _errors.no_rule(name, first_log(eqn), "it is inside another shard_map")
         out.add(survey(params["jaxpr"], select, shards_of(params)))
     else:
         for body in bodies(eqn):
@@ -223,58 +228,3 @@ def bodies(eqn: Any) -> list[Any]:
         raise _errors.no_rule(eqn.primitive.name, first_log(eqn))
     body = eqn.params[parameter]
     return [_compat.closed(getattr(body, "solve", body))]
-
-
-def first_log(eqn: Any) -> Spec:
-    """The description of some log inside an equation, for messages."""
-    for sub in jex.jaxprs_in_params(eqn.params):
-        for inner in sub.eqns:
-            if inner.primitive is log_p:
-                return inner.params["spec"]
-            if any(True for _ in jex.jaxprs_in_params(inner.params)):
-                try:
-                    return first_log(inner)
-                except LookupError:
-                    continue
-    raise LookupError
-
-
-_clean: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def check_hidden(eqn: Any) -> None:
-    """A primitive that takes a body with logs, but does not say so, would lose them in silence."""
-    for sub in _subjaxprs(eqn.params):
-        if sub in _clean:
-            continue
-        for inner in sub.eqns:
-            if inner.primitive is log_p and inner.params["sink"] is None:
-                why = "it hides that there is a log inside"
-                raise _errors.no_rule(eqn.primitive.name, inner.params["spec"], why)
-            check_hidden(inner)
-        _clean.add(sub)
-
-
-def _subjaxprs(params: dict[str, Any]) -> Iterable[Any]:
-    """All jaxprs in the parameters of an equation, also inside of other libraries' objects."""
-    for value in params.values():
-        yield from _jaxprs_in(value, 5)
-
-
-def _jaxprs_in(value: Any, depth: int) -> Iterable[Any]:
-    if isinstance(value, jex.Jaxpr):
-        yield value
-    elif isinstance(value, jex.ClosedJaxpr):
-        yield value.jaxpr
-    elif value is None or isinstance(value, _PLAIN) or depth == 0:
-        return
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _jaxprs_in(item, depth - 1)
-    elif isinstance(value, dict):
-        yield from _jaxprs_in(list(value.values()), depth - 1)
-    elif not type(value).__module__.startswith(("jax", "numpy", "builtins", "types")):
-        yield from _jaxprs_in(list(getattr(value, "__dict__", {}).values()), depth - 1)
-
-
-_PLAIN = (bool, int, float, str, bytes, np.dtype, np.ndarray, type)

@@ -16,10 +16,12 @@ from jax.extend import core as jex
 
 # Imported for what they register: rules of the interpreter, and of JAX's own transformations.
 from . import _custom_rules as _custom_rules
+from . import _errors
 from . import _jax_batching as _jax_batching
 from . import _jax_derivatives as _jax_derivatives
 from . import _shard_rule as _shard_rule
 from ._cache import Forget
+from ._collect import Silence
 from ._compile import TOKEN, compiled, trace
 from ._host import BY_HANDLE, Callback, EagerCall, Sink
 from ._interpret import interpret
@@ -29,7 +31,7 @@ from ._primitive import collecting
 from ._reduce import Reduction
 from ._spool import Spool
 from ._stream import Stream
-from ._survey import survey
+from ._survey import every_key, survey
 
 with jax.ensure_compile_time_eval():
     _Eager = type(jex.find_top_trace(()))
@@ -93,9 +95,9 @@ def spool(
 
     def program(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
         jaxpr, out_tree, flat = trace(fun, args, kwargs, forget)
-        found = survey(jaxpr, options.select)
-        repeated = found.repeated()
-        spool = Spool(make_plan(found.once(repeated), options), options, repeated)
+        repeated = survey(jaxpr, every_key).repeated()
+        found = survey(jaxpr, options.select).once(repeated)
+        spool = Spool(make_plan(found, options), options, repeated)
         outs = interpret(jaxpr, flat, spool)
         return out_tree.unflatten(outs), spool.finish()
 
@@ -159,6 +161,8 @@ def tap(
         every=every,
     )
     call = _print if callback is None else callback
+    if not callable(call):
+        raise _errors.not_callable(call)
     static = (static_argnums, static_argnames)
 
     def program(run: Any, args: Any, kwargs: Any, forget: Forget, sink: Sink, token: Any) -> Any:
@@ -201,8 +205,11 @@ def nolog(fun: Callable) -> Callable:
 
     @_like(fun)
     def silent(*args: Any, **kwargs: Any) -> Any:
-        with collecting(False):
+        if not collecting.value:
             return fun(*args, **kwargs)
+        # Logs of the function itself are not even traced; those of derivative rules may be, later.
+        jaxpr, out_tree, flat = trace(fun, args, kwargs, lambda: None, logs=False)
+        return out_tree.unflatten(interpret(jaxpr, flat, Silence({})))
 
     return silent
 
