@@ -34,9 +34,11 @@ def memo(
         where = _of(owner)
         key = (method, key)
     kept = where
-    if key in kept:
-        kept[key] = kept.pop(key)  # the latest last
-        return kept[key]
+    found = kept.get(key)
+    if found is not None:
+        if len(kept) > LIMIT // 2:
+            kept[key] = kept.pop(key)  # the latest last
+        return found
     kept[key] = built = build(lambda: kept.pop(key, None))
     while len(kept) > LIMIT:
         kept.pop(next(iter(kept)))

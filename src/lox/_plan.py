@@ -12,6 +12,7 @@ places where one key is logged must agree, and that is checked here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -38,9 +39,23 @@ class Options:
     capacity: int | None = None
     every: int | None = None
 
+    def __hash__(self) -> int:  # part of a cache key that is looked up at every eager call
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+
     @staticmethod
     def make(argnames: Any, tags: Any, reduce: Any, **rest: Any) -> Options:
-        """Check and normalise what the user wrote."""
+        """Check and normalise what the user wrote (once, where that can be remembered)."""
+        try:
+            return _remembered(argnames, tags, reduce, **rest)
+        except TypeError:  # lists and dicts can't be looked up
+            return Options.checked(argnames, tags, reduce, **rest)
+
+    @staticmethod
+    def checked(argnames: Any, tags: Any, reduce: Any, **rest: Any) -> Options:
         for name in ("interval", "capacity", "every"):
             value = rest.get(name)
             if value is not None and (isinstance(value, bool) or not _positive(value)):
@@ -68,6 +83,9 @@ class Options:
         if isinstance(self.reduce, tuple):
             return dict(self.reduce).get(key)
         return self.reduce
+
+
+_remembered = functools.lru_cache(maxsize=128, typed=True)(Options.checked)
 
 
 def _positive(value: Any) -> bool:

@@ -24,7 +24,7 @@ from ._primitive import emit, read
 from ._reduce import Reduction
 from ._rules import While, run_scan, split
 from ._spool import Spool, pass_on
-from ._survey import Survey, every_key, survey
+from ._survey import Survey, survey
 
 
 class Stream(Collector):
@@ -32,8 +32,9 @@ class Stream(Collector):
 
     def __init__(self, jaxpr: Any, options: Options, sink: Any, token: Array):
         self.options, self.sink = options, sink
-        self.repeated = survey(jaxpr, every_key).repeated()
-        found = survey(jaxpr, options.select).once(self.repeated)
+        found = survey(jaxpr, options.select)
+        self.repeated = found.repeated()
+        found = found.once(self.repeated)
         self.lanes = {k for k, sites in found.sites.items() if any(s.masked for s in sites)}
         reduced = (
             set() if options.every else {k for k in found.sites if _reduced(k, found, options)}

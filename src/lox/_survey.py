@@ -68,9 +68,12 @@ class Survey:
     most: dict[str, float] = dataclasses.field(default_factory=dict)
     looped: set[str] = dataclasses.field(default_factory=set)  # keys logged in some loop
     carried: set[str] = dataclasses.field(default_factory=set)  # keys logged in some while loop
+    # Of every event, selected or not: each batch axis, are its lanes copies, is it derived.
+    axes: list[tuple[Axis, bool, bool]] = dataclasses.field(default_factory=list)
 
     def add(self, other: Survey, least: float = 1, most: float = 1, loop: bool = False) -> None:
         """Add what `other` logs, between `least` and `most` times."""
+        self.axes += other.axes
         self.looped |= set(other.sites) if loop else other.looped
         self.carried |= set(other.sites) if math.isinf(most) else other.carried
         for key, sites in other.sites.items():
@@ -82,17 +85,10 @@ class Survey:
     def repeated(self) -> frozenset[Axis]:
         """Batch axes (position and size) that only repeat what is logged, as in `jax.jacfwd`.
 
-        That maps over tangents alone: events of the function itself are the same in all lanes. The
-        survey must be of all keys, or what is selected would change the shapes.
+        That maps over tangents alone: events of the function itself are the same in all lanes.
         """
-        axes = [
-            (axis, copy, s.derived)
-            for sites in self.sites.values()
-            for s in sites
-            for axis, copy in zip(enumerate(s.batch), s.copies, strict=True)
-        ]
-        candidates = {axis for axis, copy, derived in axes if copy and derived}
-        return frozenset(candidates - {axis for axis, copy, _ in axes if not copy})
+        candidates = {axis for axis, copy, derived in self.axes if copy and derived}
+        return frozenset(candidates - {axis for axis, copy, _ in self.axes if not copy})
 
     def once(self, axes: frozenset[Axis]) -> Survey:
         """The same without those of these batch axes whose lanes are copies."""
@@ -129,10 +125,6 @@ def _once(site: Site, axes: frozenset[Axis]) -> Site:
 Select = Callable[[Spec], set[str]]
 
 
-def every_key(spec: Spec) -> set[str]:
-    return set(spec.keys)
-
-
 def survey(jaxpr: Any, select: Select, shards: Shards | None = None) -> Survey:
     """What `jaxpr` logs under the keys that `select` picks of each log call."""
     found = Survey()
@@ -154,6 +146,8 @@ def _visit_log(found: Survey, eqn: Any, select: Select, shards: Shards | None) -
     values = [tuple(next(leaves) for _ in f.ndims) for f in spec.fields]
     steps = tuple(next(leaves) for _ in spec.steps)
     batch = tuple(values[0][0].shape[:b])
+    lanes = zip(enumerate(batch), eqn.params["copies"], strict=True)
+    found.axes += [(axis, copy, eqn.params["derived"]) for axis, copy in lanes]
     shared = [*steps, *([avals[-1]] if masked else [])]
     for field, leaf_avals in zip(spec.fields, values, strict=True):
         if field.key in wanted:
@@ -207,6 +201,7 @@ def shards_of(params: dict[str, Any]) -> Shards:
 def _either(branches: list[Survey]) -> Survey:
     out = Survey()
     for branch in branches:
+        out.axes += branch.axes
         out.looped |= branch.looped
         out.carried |= branch.carried
         for key, sites in branch.sites.items():

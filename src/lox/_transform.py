@@ -31,7 +31,7 @@ from ._primitive import collecting
 from ._reduce import Reduction
 from ._spool import Spool
 from ._stream import Stream
-from ._survey import every_key, survey
+from ._survey import survey
 
 with jax.ensure_compile_time_eval():
     _Eager = type(jex.find_top_trace(()))
@@ -95,9 +95,9 @@ def spool(
 
     def program(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
         jaxpr, out_tree, flat = trace(fun, args, kwargs, forget)
-        repeated = survey(jaxpr, every_key).repeated()
-        found = survey(jaxpr, options.select).once(repeated)
-        spool = Spool(make_plan(found, options), options, repeated)
+        found = survey(jaxpr, options.select)
+        repeated = found.repeated()
+        spool = Spool(make_plan(found.once(repeated), options), options, repeated)
         outs = interpret(jaxpr, flat, spool)
         return out_tree.unflatten(outs), spool.finish()
 
