@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -36,6 +37,14 @@ def once(*variants: Callable[[], Any], rounds: int = 5) -> list[float]:
             run()
             times[k].append(time.perf_counter() - start)
     return [statistics.median(t) for t in times]
+
+
+def optimised_hlo(fun: Callable, *args: Any) -> str:
+    """All computations of the compiled program, without the names of source lines."""
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    start = re.search(r"^(%|ENTRY)", text, re.MULTILINE)
+    assert start is not None
+    return re.sub(r", metadata=\{[^}]*\}", "", text[start.start() :])
 
 
 def compiled_bytes(fun: Callable, *args: Any) -> int:

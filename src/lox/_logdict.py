@@ -255,7 +255,11 @@ class _Slicer:
         return logdict.of_entries({k: cut_all(e) for k, e in entries})
 
 
-def _flatten(logs: logdict) -> tuple[list[Any], Any]:
+def _flatten(logs: logdict) -> tuple[Any, Any]:
+    packed = logs.__dict__.get("_packed")
+    if packed is not None:  # as it came out of a compiled function
+        static, children = packed
+        return children, static
     children, static = [], []
     for key, e in logs._entries.items():
         children.append((e.value, tuple(e.steps.values()), e.mask, e.count))
@@ -263,7 +267,7 @@ def _flatten(logs: logdict) -> tuple[list[Any], Any]:
     return children, tuple(static)
 
 
-def _flatten_with_keys(logs: logdict) -> tuple[list[Any], Any]:
+def _flatten_with_keys(logs: logdict) -> tuple[Any, Any]:
     children, static = _flatten(logs)
     names = [jax.tree_util.DictKey(key) for key, _, _ in static]
     return list(zip(names, children, strict=True)), static
