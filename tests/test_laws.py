@@ -192,11 +192,13 @@ REDUCTIONS = ["mean", "sum", "min", "max", "first", "last", "count", "var", "std
 @over()
 def test_reduction_inside_is_the_reduction_of_the_rows(program):
     f = program.build(lox.log)
+    turn = TABLE.index(program) % 3  # three reductions each, in turns, to save time
+    names = REDUCTIONS[turn::3]
     (_, logs), (_, thin), *reduced = together(
-        X, spool(f), spool(f, interval=3), *[lox.spool(f, reduce=r) for r in REDUCTIONS]
+        X, spool(f), spool(f, interval=3), *[lox.spool(f, reduce=r) for r in names]
     )
-    outside = jax.jit(lambda logs: [logs.reduce(r) for r in REDUCTIONS])(logs)
-    for name, (_, inside), rows in zip(REDUCTIONS, reduced, outside, strict=True):
+    outside = jax.jit(lambda logs: [logs.reduce(r) for r in names])(logs)
+    for name, (_, inside), rows in zip(names, reduced, outside, strict=True):
         assert_same(inside.data, rows.data)
         assert_same(inside.steps, rows.steps)
         assert name == "count" or set(inside.mask) <= set(rows.mask)
@@ -230,11 +232,10 @@ def joined(seen):
 
 
 @over(lambda p: p.oracle and "vmap" not in p.name)
-@pytest.mark.parametrize("x", [X, -X], ids=["x", "minus_x"])
-def test_tap_streams_the_calls_of_plain_python(program, x):
-    out, calls = record(program.build, x)
+def test_tap_streams_the_calls_of_plain_python(program):
+    out, calls = record(program.build, X)
     seen = []
-    assert_same(lox.tap(program.build(lox.log), seen.append)(x), out)
+    assert_same(lox.tap(program.build(lox.log), seen.append)(X), out)
     assert [list(s) for s in seen] == [list(data) for data, _, _ in calls]
     for s, (data, steps, _) in zip(seen, calls, strict=True):
         assert_same(s.data, data)
@@ -248,14 +249,15 @@ def test_tap_sends_what_spool_returns(program):
     (_, logs), (_, thin), (_, total) = together(
         X, spool(f), spool(f, interval=2), lox.spool(f, reduce="sum")
     )
-    by_call, every_1, every_3, every_100, interval, both, summed = tap_together(
+    every = (1, 3, 100)[TABLE.index(program) % 3]
+    by_call, windows, interval, both, summed = tap_together(
         X,
-        *[(lambda tap: tap(f), o) for o in ({}, {"every": 1}, {"every": 3}, {"every": 100})],
+        *[(lambda tap: tap(f), o) for o in ({}, {"every": every})],
         (lambda tap: tap(f), {"interval": 2}),
         (lambda tap: tap(f), {"interval": 2, "every": 3}),
         (lambda tap: tap(f), {"reduce": "sum"}),
     )
-    for got in (by_call, every_1, every_3, every_100):
+    for got in (by_call, windows):
         assert_same(by_lane(got), by_lane(logs))
     assert_same(by_lane(interval), by_lane(thin))
     assert_same(by_lane(both), by_lane(thin))
