@@ -18,6 +18,8 @@ import lox
 
 XS = jnp.arange(6.0)
 
+pytestmark = pytest.mark.usefixtures("all_passes")
+
 
 def loop(xs):
     def step(c, x):
