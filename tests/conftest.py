@@ -1,6 +1,6 @@
 """Settings for all tests: several CPU devices, and no time spent on optimising small programs.
 
-`test_transform.py` and `test_real_programs.py` run with all of XLA's passes.
+`test_transform.py` runs with all of XLA's passes.
 """
 
 import os

@@ -37,7 +37,7 @@ settings.register_profile(
 
 def examples(n):
     profile = settings.get_profile("generated")
-    return settings(profile, max_examples=EXAMPLES or n)
+    return settings(profile, max_examples=EXAMPLES or max(4, n // 2))
 
 
 # --- the grammar ---------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ STEPS = 6
 X = jax.random.normal(jax.random.key(1), (16, 3))
 Y = jnp.sin(X).sum(1)
 
-pytestmark = pytest.mark.usefixtures("all_passes")
-
 
 def tapped(f, *args, **options):
     seen = []
