@@ -84,6 +84,7 @@ def logify(fun: Callable, *, capacity: int | None = None) -> Callable[..., tuple
     Arguments:
 
     - `fun`: any function that JAX can trace.
+    - `capacity`: how many of the latest events `"append"` keeps in a `while_loop`.
 
     Returns a function with the arguments of `fun`.
     """
