@@ -22,7 +22,8 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _TRACEABLE = (*_ARRAYS, bool, int, float, complex)
 
 Static = tuple[Any, Any]
-TOKEN = "lox_token"  # the keyword by which a tapped program gets its token
+# The keywords by which a tapped program gets its token, and what goes with all it sends.
+TOKEN, CONTEXT = "lox_token", "lox_context"
 
 
 def trace(
@@ -113,7 +114,7 @@ def _partly_static(
     jitted = memo(fun, (*key, tree, still), build, where)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        extra = {k: kwargs.pop(k) for k in [TOKEN] if k in kwargs}
+        extra = {k: kwargs.pop(k) for k in (TOKEN, CONTEXT) if k in kwargs}
         leaves = jax.tree.leaves((args, kwargs))
         return jitted([leaves[i] for i in moving], extra)
 

@@ -27,15 +27,26 @@ from ._entry import Entry, compacted, count_of
 from ._logdict import iterate_entries, logdict
 
 Callback = Callable[[logdict], Any]
+Receive = Callable[[logdict, Any], Any]  # a callback that also gets the context of what was sent
+
+
+class Strict(Exception):
+    """Raised by a receiver to stop the program at once, with the error that is the reason."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(str(error))
+        self.error = error
 
 
 class Errors:
-    """The first exception of some callbacks, and how many followed it."""
+    """The first exception of several, and how many followed it."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: str = "the callback raised {} more time(s) in the same program"):
+        self._note = more
         self._lock = threading.Lock()
         self._first: BaseException | None = None
         self._more = 0
+        self.fatal = False  # was the program stopped because of it
 
     def add(self, error: BaseException) -> None:
         with self._lock:
@@ -49,7 +60,7 @@ class Errors:
             error, more = self._first, self._more
             self._first, self._more = None, 0
         if error is not None and more:
-            error.add_note(f"lox: the callback raised {more} more time(s) in the same program")
+            error.add_note("lox: " + self._note.format(more))
         return error
 
     def raise_first(self) -> None:
@@ -59,7 +70,7 @@ class Errors:
 
 
 pending = Errors()  # of programs that call back on their own time
-_calls: dict[int, tuple[Callback, Errors]] = {}
+_calls: dict[int, tuple[Receive, Errors]] = {}
 _handles = itertools.count(1)
 
 
@@ -67,7 +78,7 @@ _handles = itertools.count(1)
 class Sink:
     """Where the events of a tapped program go: a callback, or whatever the token stands for."""
 
-    callback: Callback | None
+    callback: Receive | None
 
     # It is a parameter of the primitive. A callback need not be hashable.
 
@@ -87,9 +98,14 @@ class Sink:
                 callback, errors = known
                 try:
                     event, _, _ = read([np.asarray(a) for a in args], params)
-                    logs = real_part(event)
-                    if logs:
-                        callback(logs)
+                    logs, context = contents(event)
+                    if logs:  # else nothing of it happened
+                        callback(logs, context)
+                except Strict as stop:
+                    if self.callback is None:
+                        errors.fatal = True
+                        errors.add(stop.error)
+                    raise stop.error from None
                 except BaseException as error:  # raised to the user later, with its own type
                     errors.add(error)
             return (token,)
@@ -100,16 +116,16 @@ class Sink:
 BY_HANDLE = Sink(None)
 
 
-def real_part(event: Any) -> logdict:
-    """The logdict of an event, without the keys and rows that did not happen."""
+def contents(event: Any) -> tuple[logdict, Any]:
+    """The logdict of a message, without the keys and rows that did not happen, and the context."""
     [field], [leaves] = event.spec.fields, event.values
-    logs: logdict = field.tree.unflatten(leaves)
+    logs, context = field.tree.unflatten(leaves)
     entries = {}
     for key, whole in iterate_entries(logs):
         entry: Entry | None = _real(_with_lanes(whole, event.mask))
         if entry is not None:
             entries[key] = entry
-    return logdict.of_entries(entries)
+    return logdict.of_entries(entries), context
 
 
 def _real(entry: Entry) -> Entry | None:
@@ -135,7 +151,7 @@ def _with_lanes(entry: Entry, lanes: np.ndarray | None) -> Entry:
 class EagerCall:
     """A callback registered for the time of one eager call."""
 
-    def __init__(self, callback: Callback):
+    def __init__(self, callback: Receive):
         self.callback, self.errors = callback, Errors()
         self.handle = next(_handles) % (2**31 - 1)
 
@@ -145,7 +161,7 @@ class EagerCall:
 
     def __exit__(self, *failed: Any) -> None:
         del _calls[self.handle]
-        if failed[0] is None:
+        if failed[0] is None or self.errors.fatal:
             self.errors.raise_first()
 
 

@@ -28,9 +28,12 @@ from ._survey import Survey, survey
 
 
 class Stream(Collector):
-    """Send events to a sink. State: the token, counts for `interval`, reductions over the call."""
+    """Send events to a sink. State: the token, counts for `interval`, reductions over the call.
 
-    def __init__(self, jaxpr: Any, options: Options, sink: Any, token: Array):
+    `context` is a pytree of arrays that goes with everything that is sent (which run it is of).
+    """
+
+    def __init__(self, jaxpr: Any, options: Options, sink: Any, token: Array, context: Any = None):
         self.options, self.sink = options, sink
         found = survey(jaxpr, options.select)
         self.repeated = found.repeated()
@@ -44,7 +47,9 @@ class Stream(Collector):
         seen = {}
         if options.interval and options.interval > 1:
             seen = {g: _counter(found, g) for g in self.group.values() if g not in reduced}
-        super().__init__({"token": token, "seen": seen, "folds": self.folds.state})
+        super().__init__(
+            {"token": token, "context": context, "seen": seen, "folds": self.folds.state}
+        )
 
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
         event, anchor, _ = read(args, params)
@@ -80,11 +85,7 @@ class Stream(Collector):
 
     def send(self, logs: logdict, spec: Spec, mask: Array | None = None, batch: Any = ()) -> None:
         """One host call with this logdict; `mask` tells which lanes of the batch take part."""
-        leaves, tree = jax.tree.flatten(logs)
-        leaves = [jnp.asarray(x) for x in leaves]
-        field = Field("", tree, tuple(x.ndim - len(batch) for x in leaves))
-        spec = dataclasses.replace(spec, fields=(field,), steps=(), step_ndims=(), reduce=None)
-        event = Event(spec, [leaves], [], mask, batch)
+        event = message(logs, self.state["context"], spec, mask, batch)
         _, token = emit(event, sink=self.sink, token=self.state["token"])
         self.state = self.state | {"token": token}
 
@@ -164,6 +165,17 @@ class Stream(Collector):
         if spool.plan:
             child.send(spool.finish(), spool.some_spec)
         return child.state["token"]
+
+
+def message(
+    logs: logdict, context: Any, spec: Spec, mask: Array | None = None, batch: Any = ()
+) -> Event:
+    """A logdict and its context as an event for a sink; `_host.contents` is the inverse."""
+    leaves, tree = jax.tree.flatten((logs, context))
+    leaves = [jnp.asarray(x) for x in leaves]
+    field = Field("", tree, tuple(max(x.ndim - len(batch), 0) for x in leaves))
+    spec = dataclasses.replace(spec, fields=(field,), steps=(), step_ndims=(), reduce=None)
+    return Event(spec, [leaves], [], mask, batch)
 
 
 def _only(logs: logdict, name: str) -> logdict:

@@ -22,8 +22,8 @@ from . import _jax_derivatives as _jax_derivatives
 from . import _shard_rule as _shard_rule
 from ._cache import Forget
 from ._collect import Silence
-from ._compile import TOKEN, compiled, trace
-from ._host import BY_HANDLE, Callback, EagerCall, Sink
+from ._compile import CONTEXT, TOKEN, compiled, trace
+from ._host import BY_HANDLE, Callback, EagerCall, Receive, Sink
 from ._interpret import interpret
 from ._logdict import logdict
 from ._plan import Options, make_plan
@@ -34,7 +34,7 @@ from ._stream import Stream
 from ._survey import survey
 
 with jax.ensure_compile_time_eval():
-    _Eager = type(jex.find_top_trace(()))
+    Eager = type(jex.find_top_trace(()))
 
 Names = Iterable[str] | str | None
 Reduce = str | Reduction | Mapping[str, str | Reduction] | None
@@ -151,7 +151,23 @@ def tap(
 
     Returns a function with the arguments and the result of `fun`.
     """
-    options = Options.make(
+    options = tap_options(argnames, tags, prefix, keep_logs, every, interval, reduce)
+    call = _print if callback is None else callback
+    if not callable(call):
+        raise _errors.not_callable(call)
+    return tap_into(fun, lambda logs, _: call(logs), options, (static_argnums, static_argnames))
+
+
+def tap_options(
+    argnames: Names = None,
+    tags: Names = None,
+    prefix: str = "",
+    keep_logs: bool = False,
+    every: int | None = None,
+    interval: int | None = None,
+    reduce: Reduce = None,
+) -> Options:
+    return Options.make(
         argnames,
         tags,
         reduce,
@@ -160,14 +176,18 @@ def tap(
         prefix=prefix,
         every=every,
     )
-    call = _print if callback is None else callback
-    if not callable(call):
-        raise _errors.not_callable(call)
-    static = (static_argnums, static_argnames)
+
+
+def tap_into(
+    fun: Callable, receive: Receive, options: Options, static: Any, context: Any = None
+) -> Callable:
+    """`tap` for loggers: `receive(logs, context)` also gets the arrays of `context`, as they are in
+    each lane of a batch."""
 
     def program(run: Any, args: Any, kwargs: Any, forget: Forget, sink: Sink, token: Any) -> Any:
+        context = kwargs.pop(CONTEXT, None)
         jaxpr, out_tree, flat = trace(run, args, kwargs, forget)
-        stream = Stream(jaxpr, options, sink, token)
+        stream = Stream(jaxpr, options, sink, token, context)
         outs = interpret(jaxpr, flat, stream)
         return out_tree.unflatten(outs), stream.finish()
 
@@ -175,17 +195,19 @@ def tap(
         return program(fun, args, kwargs, forget, BY_HANDLE, kwargs.pop(TOKEN))
 
     def traced(fun: Callable, args: Any, kwargs: Any, forget: Forget) -> Any:
-        return program(fun, args, kwargs, forget, Sink(call), jnp.int32(0))[0]
+        return program(fun, args, kwargs, forget, Sink(receive), jnp.int32(0))[0]
 
-    own: dict[Any, Any] = {}  # what is compiled with `call` in it lives as long as `tapped`
+    own: dict[Any, Any] = {}  # what is compiled with `receive` in it lives as long as `tapped`
+    extra = {} if context is None else {CONTEXT: context}
 
     @_like(fun)
     def tapped(*args: Any, **kwargs: Any) -> Any:
-        if not isinstance(jex.find_top_trace(()), _Eager):
-            return compiled(fun, ("tap",), static, traced, args, kwargs, own)(*args, **kwargs)
+        if not isinstance(jex.find_top_trace(jax.tree.leaves(context)), Eager):
+            run = compiled(fun, ("tap",), static, traced, args, kwargs, own)
+            return run(*args, **kwargs, **extra)
         run = compiled(fun, ("tap", options), static, eager, args, kwargs)
-        with EagerCall(call) as handle:
-            out, token = run(*args, **kwargs, **{TOKEN: np.int32(handle)})
+        with EagerCall(receive) as handle:
+            out, token = run(*args, **kwargs, **extra, **{TOKEN: np.int32(handle)})
             jax.block_until_ready(token)
         return out
 

@@ -1,0 +1,266 @@
+"""The host's side of a logger: which runs a message is for, the queue, and what fails.
+
+A backend says how to open, write and close a run. It is called one call at a time: straight away,
+or, if it is slow (the default), from a thread of its own behind a bounded queue. A failing backend
+never stops the program: its first error is kept until `flush` or `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import numpy as np
+
+from .._host import Errors, Strict
+from .._logdict import iterate_entries, logdict
+from . import _exit
+from ._lanes import by_run, each_run
+from ._names import EXISTS, RunInfo, name_runs, run_exists
+from ._queue import POLICIES, Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A run of this logger, and what the backend calls it."""
+
+    info: RunInfo
+    handle: Any
+
+
+class Backend:
+    """The runs of a logger on the host. `Logger` adds what runs inside of programs."""
+
+    slow: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        exists: str = "error",
+        strict: bool = False,
+        overflow: str = "block",
+        capacity: int = 1024,
+        timeout: float = 60.0,
+    ):
+        _one_of("exists", exists, EXISTS)
+        _one_of("overflow", overflow, POLICIES)
+        self.exists, self.strict = exists, strict
+        self._queue_options = (overflow, capacity, timeout)
+        self._worker: Worker | None = None
+        self._errors = Errors("it failed {} more time(s); none of those events was written")
+        self._lock = threading.RLock()
+        self._opened: dict[str, Any] = {}  # the backend's handles, by the run's name
+        # By identity: a run, or the error it could not be opened for.
+        self._slots: dict[Any, Slot | Exception] = {}
+        self._known: dict[Any, list[Slot | Exception]] = {}  # for all identities of a message
+        self._refused = False
+        self._closed = False
+
+    # --- what a backend writes ---------------------------------------------------------------
+
+    def open_run(self, info: RunInfo) -> Any:
+        """Begin a run. What it returns is given to the other methods."""
+        raise NotImplementedError
+
+    def write_run(self, run: Any, logs: logdict) -> None:
+        """Write events. Every key of `logs` is a row of events, in order; all values are NumPy."""
+        raise NotImplementedError
+
+    def close_run(self, run: Any) -> None:
+        """End a run."""
+
+    def flush_run(self, run: Any) -> None:
+        """Make sure that what was written is where it belongs."""
+
+    # A backend that can treat many runs at once replaces these.
+
+    def open_runs(self, infos: Sequence[RunInfo]) -> list[Any]:
+        return [self.open_run(info) for info in infos]
+
+    def write_runs(self, runs: list[Any], logs: logdict) -> None:
+        """Write events of several runs: `logs` has an axis over them in front (see `_lanes`)."""
+        for lane, own in each_run(logs, len(runs)):
+            self.write_run(runs[lane], own)
+
+    # --- on the host -------------------------------------------------------------------------
+
+    def host_open(
+        self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
+    ) -> None:
+        """Begin the runs of these identities, one for each row."""
+        infos = name_runs(name, kind, ids, configs)
+        keys = [(name, kind, row.tobytes()) for row in ids]
+        try:
+            with self._backend():
+                handles = self._open_new(infos)
+        except Exception as error:
+            error.add_note(f"lox: {type(self).__name__} could not begin {infos[0].name!r}")
+            raise
+        _exit.remember(self)
+        self._slots |= {k: Slot(i, h) for k, i, h in zip(keys, infos, handles, strict=True)}
+        self._known.clear()
+
+    def host_open_later(
+        self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
+    ) -> None:
+        """The same from inside of a program: an error is kept, and the runs take no events."""
+        try:
+            self.host_open(name, kind, ids, configs)
+        except Exception as error:
+            self._slots |= {(name, kind, row.tobytes()): error for row in ids}
+            self._known.clear()
+            self._refused = True
+            self._failed(error)
+
+    def _open_new(self, infos: list[RunInfo]) -> list[Any]:
+        """Open runs, but for those that this logger has open already and is to go on with."""
+        again = [i for i in infos if i.name in self._opened]
+        if again and self.exists == "error":
+            raise run_exists(type(self).__name__, again[0].name, "this logger")
+        if self.exists == "overwrite":
+            for info in again:
+                self.close_run(self._opened.pop(info.name))
+        new = [i for i in infos if i.name not in self._opened]
+        if new:
+            handles = self.open_runs(new)
+            self._opened |= {i.name: h for i, h in zip(new, handles, strict=True)}
+        return [self._opened[i.name] for i in infos]
+
+    def host_write(self, name: str | None, kind: str, logs: logdict, ids: np.ndarray) -> None:
+        """Write a message: `logs` for the runs of `ids`, any batch axes in front of both."""
+        try:
+            if self._closed:
+                raise ValueError(f"{type(self).__name__} is closed; these events came after")
+            rows, logs = by_run(logs, ids)
+            slots = self._slots_of(name, kind, rows)
+            handles = [s.handle for s in slots if isinstance(s, Slot)]
+            if len(handles) < len(slots):
+                self._errors.add(next(s for s in slots if isinstance(s, Exception)))
+                lanes = [i for i, s in enumerate(slots) if isinstance(s, Slot)]
+                logs = jax.tree.map(lambda x: x[lanes], logs)
+            if handles:
+                self._deliver(handles, logs)
+        except Strict:
+            raise
+        except Exception as error:
+            self._failed(error)
+
+    def _slots_of(self, name: str | None, kind: str, rows: np.ndarray) -> list[Any]:
+        all_of = (name, kind, rows.tobytes())
+        slots = self._known.get(all_of)
+        if slots is None:
+            keys = [(name, kind, row.tobytes()) for row in rows]
+            new = [i for i, k in enumerate(keys) if k not in self._slots]
+            if new:  # a state from elsewhere: a checkpoint, another process
+                self.host_open_later(name, kind, rows[new], [{} for _ in new])
+            slots = self._known[all_of] = [self._slots[k] for k in keys]
+        return slots
+
+    def _deliver(self, handles: list[Any], logs: logdict) -> None:
+        if not self.slow or self.strict:
+            self._write((handles, logs))
+            return
+        with self._lock:
+            if self._worker is None:
+                self._worker = Worker(self._write, *self._queue_options, type(self).__name__)
+        self._worker.put((handles, logs))
+
+    def _write(self, item: tuple[list[Any], logdict]) -> None:
+        try:
+            with self._backend():
+                self.write_runs(*item)
+        except Exception as error:
+            error.add_note(f"lox: {type(self).__name__} could not write {_described(item[1])}")
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self._errors.add(error)
+        if self.strict:
+            raise Strict(error)
+
+    @contextlib.contextmanager
+    def _backend(self) -> Iterator[None]:
+        """One call of the backend at a time. One that hangs must not hang all others."""
+        timeout = self._queue_options[2]
+        if not self._lock.acquire(timeout=timeout):
+            raise TimeoutError(f"{type(self).__name__} has not answered for {timeout:g} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    # --- the end -----------------------------------------------------------------------------
+
+    @property
+    def dropped(self) -> int:
+        """How many writes were given up because the backend could not keep up."""
+        return self._worker.dropped if self._worker else 0
+
+    def flush(self) -> None:
+        """Wait until all that was logged is written; raise the first error of the backend."""
+        jax.effects_barrier()
+        self._settle(self.flush_run)
+        self._raise_first()
+
+    def close(self) -> None:
+        """Flush, and end all runs. A closed logger takes no more."""
+        if self._closed:
+            return
+        jax.effects_barrier()
+        self._settle(self.close_run)
+        self._closed = True
+        if self._worker is not None:
+            self._worker.stop()
+        _exit.forget(self)
+        if self.dropped:
+            warnings.warn(
+                f"{type(self).__name__} gave up {self.dropped} writes that the backend could not "
+                f"keep up with (overflow={self._queue_options[0]!r})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._raise_first()
+
+    def _settle(self, finish: Callable[[Any], None]) -> None:
+        try:
+            if self._worker is not None:
+                self._worker.drain()
+        except TimeoutError as error:
+            self._errors.add(error)
+        for handle in list(self._opened.values()):
+            try:
+                with self._backend():
+                    finish(handle)
+            except Exception as error:
+                self._errors.add(error)
+
+    def _raise_first(self) -> None:
+        self._refused = False
+        self._errors.raise_first()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:  # the program's own error is the one to show
+            self.close()
+        except Exception as own:
+            error.add_note(f"lox: {type(self).__name__} had failed too: {own!r}")
+
+
+def _described(logs: logdict) -> str:
+    shapes = (f"{k!r} {np.shape(jax.tree.leaves(e.value)[0])}" for k, e in iterate_entries(logs))
+    return ", ".join(shapes)
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not known. Choose one of {', '.join(known)}.")

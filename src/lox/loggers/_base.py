@@ -1,0 +1,131 @@
+"""`Logger`: what is common to all loggers inside of programs.
+
+    program:  init, spool, tap, log           a state that goes through jit and vmap; messages
+    host:     host_open, host_write           which runs a message is for, and its errors
+    backend:  open_run, write_run, close_run  what a backend writes; NumPy only
+
+The last two are in `_backend`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _transform
+from .._host import Strict
+from .._logdict import logdict
+from . import _program
+from ._backend import Backend
+from ._state import LoggerState
+
+
+class Logger(Backend):
+    """Base class of loggers: runs, from what programs log.
+
+    A backend subclasses it and writes `open_run`, `write_run` and `close_run`.
+
+    >>> import jax, lox
+    >>> class Printer(lox.loggers.Logger):
+    ...     def open_run(self, info):
+    ...         return info.name
+    ...     def write_run(self, run, logs):
+    ...         print(run, logs)
+    >>> def f(x):
+    ...     lox.log({"x": x})
+    ...     return x + 1
+    >>> with Printer() as logger:
+    ...     state = logger.init(jax.random.key(0), name="first")
+    ...     y = logger.tap(f, state)(1.0)
+    first {'x': [1.0]}
+
+    Arguments:
+
+    - `exists`: what happens when a run of the same name is there already: `"error"`, `"overwrite"`
+      or `"resume"`.
+    - `strict`: raise a backend's error at once, and stop the program, instead of at `flush`.
+    - `overflow`: what happens when a slow backend can't keep up: `"block"`, `"drop_oldest"` or
+      `"decimate"`. `logger.dropped` counts the writes given up.
+    - `capacity`: how many writes may wait for a slow backend.
+    - `timeout`: seconds without any progress after which a backend is given up.
+    """
+
+    def init(self, key: Any, name: str | None = None, config: Any = None) -> LoggerState:
+        """Begin a run. Under `vmap`, one run for each lane.
+
+        - `key`: a random key. It names the run, unless `name` does.
+        - `name`: a name, or a template with `{lane}`, `{key}` or entries of `config`.
+        - `config`: a dict or dataclass kept with the run. Its values may be traced, so that a sweep
+          over them is one `vmap`.
+        """
+        self._check()
+        return _program.init(self, key, name, config)
+
+    def log(self, state: LoggerState, logs: Any, prefix: str = "") -> None:
+        """Write a logdict (or a dict) to the run of `state`, inside or outside of `jit`."""
+        logs = logs if isinstance(logs, logdict) else logdict(logs)
+        logs = logs.prefix(prefix) if prefix else logs
+        if not logs:
+            return
+        if _program.is_eager(state.id, logs):
+            self._check()
+            with _own_type():
+                self.host_write(state.name, state.kind, logs, np.asarray(state.id))
+        else:
+            _program.send(logs, state.id, self.receiver(state))
+
+    def spool(self, fun: Callable, state: LoggerState, **options: Any) -> Callable:
+        """`lox.spool`, its logs written to the run when `fun` is done. Returns what `fun` does."""
+        spooled = _transform.spool(fun, **options)
+
+        @functools.wraps(fun, updated=())
+        def logged(*args: Any, **kwargs: Any) -> Any:
+            self._check_eager(state)
+            out, logs = spooled(*args, **kwargs)
+            self.log(state, logs)
+            return out
+
+        return logged
+
+    def tap(self, fun: Callable, state: LoggerState, **options: Any) -> Callable:
+        """`lox.tap`, every event (or window of `every=` iterations) written as it happens."""
+        static = (options.pop("static_argnums", None), options.pop("static_argnames", None))
+        chosen = _transform.tap_options(**options)
+        receive = self.receiver(state)
+        tapped = _transform.tap_into(fun, receive, chosen, static, context=state.id)
+
+        @functools.wraps(fun, updated=())
+        def logged(*args: Any, **kwargs: Any) -> Any:
+            self._check_eager(state)
+            return tapped(*args, **kwargs)
+
+        return logged
+
+    def receiver(self, state: LoggerState) -> Callable[[logdict, Any], None]:
+        name, kind = state.name, state.kind
+        return lambda logs, ids: self.host_write(name, kind, logs, ids)
+
+    def _check_eager(self, state: LoggerState) -> None:
+        if _program.is_eager(state.id):
+            jax.block_until_ready(state.id)  # the host has opened the run, or failed to
+            self._check()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ValueError(f"this {type(self).__name__} is closed. Make a new one.")
+        if self._refused:
+            self._refused = False
+            self._errors.raise_first()
+
+
+@contextlib.contextmanager
+def _own_type() -> Iterator[None]:
+    try:
+        yield
+    except Strict as stop:
+        raise stop.error from None

@@ -1,0 +1,36 @@
+"""Runs are closed when the interpreter ends, also by an exception or `sys.exit`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from typing import Any
+
+import jax
+
+_open: dict[int, tuple[Any, int]] = {}  # loggers with runs, kept alive until they are closed
+
+
+def remember(logger: Any) -> None:
+    _open[id(logger)] = (logger, os.getpid())
+
+
+def forget(logger: Any) -> None:
+    _open.pop(id(logger), None)
+
+
+@atexit.register
+def _close_all() -> None:
+    if not _open:
+        return
+    jax.effects_barrier()
+    for logger, process in list(_open.values()):
+        if process != os.getpid():
+            continue  # a forked child must not end its parent's runs
+        try:
+            logger.close()
+        except Exception as error:
+            print(f"lox: {type(logger).__name__} had failed:", file=sys.stderr)
+            traceback.print_exception(error)

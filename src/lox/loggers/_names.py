@@ -1,0 +1,115 @@
+"""How runs are named, and what a backend is told of a run that begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._event import structure
+from ._state import THREEFRY
+
+EXISTS = ("error", "overwrite", "resume")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunInfo:
+    """What is known of a run when it begins."""
+
+    name: str
+    group: str  # the same for all runs of one `init`: the experiment they belong to
+    config: dict[str, Any]
+    lane: int
+
+
+class RunExists(FileExistsError):
+    """A run of this name is there already, and the logger was not told what to do with it.
+
+    >>> import lox
+    >>> issubclass(lox.loggers.RunExists, FileExistsError)
+    True
+    """
+
+
+def run_exists(logger: str, name: str, where: str) -> RunExists:
+    return RunExists(
+        f"run {name!r} exists in {where}. Choose what happens to it: {logger}(…, exists="
+        f"'resume') appends to it, exists='overwrite' replaces it; or give the new run another "
+        f"name: logger.init(key, name='…')."
+    )
+
+
+def name_runs(
+    template: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
+) -> list[RunInfo]:
+    """A run for each row of `ids` (words of the key, then the lane).
+
+    The name is that of the key, or the user's template. Lanes that would have the same name get
+    their index behind it.
+    """
+    names = []
+    for row, config in zip(ids, configs, strict=True):
+        key = key_name(row[:-1], kind)
+        names.append(key if template is None else _fill(template, key, int(row[-1]), config))
+    if len(set(names)) < len(names):
+        names = [f"{name}-{int(row[-1])}" for name, row in zip(names, ids)]
+    # The experiment: the template without what differs.
+    group = re.sub(r"[-_/ ]*\{[^}]*\}", "", template or "") or names[0]
+    rows = zip(names, configs, ids)
+    return [RunInfo(name, group, config, int(row[-1])) for name, config, row in rows]
+
+
+def key_name(words: np.ndarray, kind: str) -> str:
+    """Words in hexadecimal of fixed width: no two keys have the same name."""
+    text = "-".join(f"{int(w):08x}" for w in words)
+    return text if kind == THREEFRY else f"{kind}-{text}"
+
+
+def _fill(template: str, key: str, lane: int, config: dict[str, Any]) -> str:
+    known = {**config, "key": key, "lane": lane}
+    try:
+        return template.format(**known)
+    except (KeyError, IndexError) as error:
+        raise ValueError(
+            f"the name {template!r} asks for {error.args[0]!r}. It may use "
+            + ", ".join("{" + k + "}" for k in known)
+        ) from None
+
+
+def split_config(config: Any) -> tuple[list[Any], Any]:
+    """A config as its arrays, which may be traced, and a function that puts values back."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    elif config is None:
+        config = {}
+    elif not isinstance(config, dict):
+        try:
+            config = dict(vars(config))
+        except TypeError:
+            raise TypeError(
+                f"config is a {type(config).__name__}; give a dict: config=dict(lr=3e-4, …)"
+            ) from None
+    leaves, tree = jax.tree.leaves(config), structure(config)
+    moving = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def restore(values: list[np.ndarray]) -> dict[str, Any]:
+        filled = list(leaves)
+        for i, x in zip(moving, values, strict=True):
+            filled[i] = x
+        return jax.tree.map(plain, tree.unflatten(filled))
+
+    return [leaves[i] for i in moving], restore
+
+
+def plain(x: Any) -> Any:
+    """A leaf of a config as what JSON can hold."""
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        x = np.asarray(x)
+        if x.dtype.kind in "fV" and x.dtype.itemsize < 8:
+            # The shortest number that reads back as the same: 0.1, not 0.10000000149011612.
+            return np.vectorize(lambda y: float(str(y)), otypes=[object])(x).tolist()
+        return x.tolist()
+    return x if isinstance(x, bool | int | float | str) or x is None else repr(x)
