@@ -2,19 +2,26 @@
 
 `log` costs nothing by itself. `spool` returns what was logged, `tap` streams it, `nolog` removes
 it. All of them work through jit, vmap, grad, scan, while_loop, cond, remat, custom derivatives and
-shard_map.
+shard_map. `loggers` turn it into runs: on disk, in the terminal, in trackers.
 """
 
+from . import loggers as loggers
+from ._errors import Damaged as Damaged
 from ._errors import LogError as LogError
 from ._host import flush as flush
 from ._log import log as log
 from ._log import log_grad as log_grad
 from ._logdict import logdict as logdict
 from ._reduce import Reduction as Reduction
+from ._runs import replay as replay
+from ._runs import runs as runs
 from ._save import load as load
 from ._save import save as save
 from ._transform import nolog as nolog
 from ._transform import spool as spool
 from ._transform import tap as tap
+from .loggers import LoggerState as LoggerState
+from .loggers import MultiLogger as MultiLogger
+from .loggers import SaveLogger as SaveLogger
 
 __version__ = "0.1.0"

@@ -69,7 +69,7 @@ def load(path: str | os.PathLike[str]) -> logdict:
     entries = {}
     for item in index["entries"]:
         layout = Layout(item["events"], tuple(item["ndims"]), tuple(item["step_ndims"]))
-        value = _decode(item["value"], arrays)
+        value = decode(item["value"], arrays)
         steps = {name: arrays[i] for name, i in item["steps"]}
         entries[item["key"]] = Entry(value, steps, layout, pick(item["mask"]), pick(item["count"]))
     return logdict.of_entries(entries)
@@ -86,7 +86,7 @@ def _write(logs: logdict, file: Any) -> None:
     entries = [
         dict(
             key=key,
-            value=_encode(key, e.value, put),
+            value=encode(key, e.value, put),
             steps=[(name, put(s)) for name, s in e.steps.items()],
             events=e.layout.events,
             ndims=e.layout.ndims,
@@ -117,15 +117,15 @@ def _read_array(archive: zipfile.ZipFile, i: int, dtype: str) -> np.ndarray:
     return x if x.dtype.name == dtype else x.view(jax.numpy.dtype(dtype))
 
 
-def _encode(key: str, tree: Any, put: Any) -> Any:
+def encode(key: str, tree: Any, put: Any) -> Any:
     """A pytree of dicts, lists, tuples and None as JSON, arrays by their number."""
-    encode = lambda x: _encode(key, x, put)
+    again = lambda x: encode(key, x, put)
     if type(tree) is dict and all(isinstance(k, str | int) for k in tree):
-        return {"dict": [[k, encode(v)] for k, v in tree.items()]}
+        return {"dict": [[k, again(v)] for k, v in tree.items()]}
     if type(tree) is list:
-        return {"list": [encode(v) for v in tree]}
+        return {"list": [again(v) for v in tree]}
     if type(tree) is tuple:
-        return {"tuple": [encode(v) for v in tree]}
+        return {"tuple": [again(v) for v in tree]}
     if tree is None:
         return {"none": 0}
     if structure(tree) == structure(0):
@@ -136,15 +136,15 @@ def _encode(key: str, tree: Any, put: Any) -> Any:
     )
 
 
-def _decode(code: Any, arrays: list[np.ndarray]) -> Any:
+def decode(code: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(code, int):
         return arrays[code]
     [(kind, items)] = code.items()
     if kind == "dict":
-        return {k: _decode(v, arrays) for k, v in items}
+        return {k: decode(v, arrays) for k, v in items}
     if kind == "none":
         return None
-    decoded = [_decode(v, arrays) for v in items]
+    decoded = [decode(v, arrays) for v in items]
     return tuple(decoded) if kind == "tuple" else decoded
 
 

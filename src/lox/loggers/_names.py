@@ -34,7 +34,9 @@ class RunExists(FileExistsError):
     """
 
 
-def run_exists(logger: str, name: str, where: str) -> RunExists:
+def run_exists(logger: str, name: str, where: str, why: str = "") -> RunExists:
+    if why:
+        return RunExists(f"run {name!r} exists in {where}, and {why}.")
     return RunExists(
         f"run {name!r} exists in {where}. Choose what happens to it: {logger}(…, exists="
         f"'resume') appends to it, exists='overwrite' replaces it; or give the new run another "
@@ -110,6 +112,7 @@ def plain(x: Any) -> Any:
         x = np.asarray(x)
         if x.dtype.kind in "fV" and x.dtype.itemsize < 8:
             # The shortest number that reads back as the same: 0.1, not 0.10000000149011612.
-            return np.vectorize(lambda y: float(str(y)), otypes=[object])(x).tolist()
+            short = np.array([float(str(y)) for y in x.reshape(-1)], np.float64)
+            return short.reshape(x.shape).tolist()
         return x.tolist()
     return x if isinstance(x, bool | int | float | str) or x is None else repr(x)

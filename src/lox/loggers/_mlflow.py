@@ -1,0 +1,181 @@
+"""`MLflowLogger`: runs in an MLflow tracking store, a database on disk by default."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import time
+from typing import Any
+
+import numpy as np
+
+from .._logdict import logdict
+from ._base import Logger
+from ._names import RunInfo, run_exists
+from ._optional import need
+from ._rows import Index, rows_of
+from ._values import Unheld, is_number, whole
+
+METRICS, PARAMS, LENGTH = 1000, 100, 250  # the most that MLflow takes at a time, and in a name
+
+
+@dataclasses.dataclass
+class _Run:
+    id: str
+    index: Index
+    moment: int = 0  # the time of what was written last, in milliseconds
+
+
+class MLflowLogger(Logger):
+    """Write runs to MLflow: numbers as metrics, the config as parameters.
+
+    The x axis is `step`; other step names are metrics of their own. MLflow has no arrays: keys that
+    hold them are named in a warning. It stores infinity as the largest number.
+
+    >>> import jax, lox, tempfile
+    >>> from lox.loggers import MLflowLogger
+    >>> store = f"sqlite:///{tempfile.mkdtemp()}/mlflow.db"
+    >>> with MLflowLogger(store) as logger:
+    ...     state = logger.init(jax.random.key(0), name="first", config={"lr": 0.1})
+    ...     logger.log(state, lox.logdict({"loss": 0.5}, step=10))
+    >>> from mlflow import MlflowClient
+    >>> client = MlflowClient(store)
+    >>> [run] = client.search_runs([client.get_experiment_by_name("lox").experiment_id])
+    >>> run.info.run_name, run.data.metrics, run.data.params
+    ('first', {'loss': 0.5}, {'lr': '0.1'})
+
+    Arguments:
+
+    - `tracking_uri`: a database or a server: `"sqlite:///mlflow.db"`, `"http://…"`.
+    - `experiment`: the experiment that the runs belong to. Made, if there is none of that name.
+    - `tags`: tags for every run.
+    - `options`: those of `lox.loggers.Logger`.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str = "sqlite:///mlflow.db",
+        experiment: str = "lox",
+        tags: dict[str, str] | None = None,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self.tracking_uri, self.experiment, self.tags = tracking_uri, experiment, tags or {}
+        self._client: Any = None
+        self._experiment_id: str | None = None
+        self._unheld = Unheld(type(self).__name__)
+        self._names: dict[str, str] = {}
+
+    def open_run(self, info: RunInfo) -> _Run:
+        self._connect()
+        client = self._client
+        old = self._runs_named(info.name)
+        if old and self.exists == "error":
+            where = f"the experiment {self.experiment!r} of {self.tracking_uri}"
+            raise run_exists(type(self).__name__, info.name, where)
+        if old and self.exists == "resume":
+            run = old[0]
+            client.update_run(run.info.run_id, status="RUNNING")
+            self._put_params(run.info.run_id, info, run.data.params)
+            return _Run(run.info.run_id, Index(self._last_step_of(run.info.run_id)))
+        for run in old:
+            client.delete_run(run.info.run_id)
+        tags = {"lox.group": info.group, **self.tags}
+        run = client.create_run(self._experiment_id, run_name=info.name, tags=tags)
+        self._put_params(run.info.run_id, info, {})
+        return _Run(run.info.run_id, Index())
+
+    def write_run(self, run: _Run, logs: logdict) -> None:
+        metric = need("mlflow.entities", "mlflow").Metric
+        # MLflow keeps one of two metrics that agree in everything, the time included.
+        run.moment = max(run.moment + 1, time.time_ns() // 10**6)
+        at_moment: set[Any] = set()
+        batch = []
+        for row in rows_of(logs, run.index):
+            step = whole(row.x)
+            columns = row.columns()
+            if row.x.dtype.kind in "iu":  # else the metric's step is not exact
+                del columns[row.axis]
+            for key, value in columns.items():
+                if not is_number(value):
+                    self._unheld.add(key, value)
+                    continue
+                name, number = self._name(key), float(value)
+                if (name, step, number) in at_moment or np.isnan(number):
+                    run.moment += 1
+                    at_moment.clear()
+                at_moment.add((name, step, number))
+                batch.append(metric(name, number, run.moment, step))
+        for start in range(0, len(batch), METRICS):
+            self._client.log_batch(run.id, metrics=batch[start : start + METRICS])
+        self._unheld.warn()
+
+    def close_run(self, run: _Run) -> None:
+        self._client.set_terminated(run.id)
+
+    def _connect(self) -> None:
+        if self._client is not None:
+            return
+        if self.tracking_uri.startswith("sqlite"):
+            need("sqlalchemy", "mlflow")
+            need("alembic", "mlflow")
+        # It says at length that it makes the tables of a new database.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        client = need("mlflow", "mlflow").MlflowClient(self.tracking_uri)
+        found = client.get_experiment_by_name(self.experiment)
+        if found is None:
+            self._experiment_id = client.create_experiment(self.experiment)
+        else:
+            self._experiment_id = found.experiment_id
+        self._client = client
+
+    def _runs_named(self, name: str) -> list[Any]:
+        """The runs of this name, the newest first."""
+        quoted = name.replace("'", "''")
+        return list(
+            self._client.search_runs(
+                [self._experiment_id],
+                filter_string=f"attributes.run_name = '{quoted}'",
+                order_by=["attributes.start_time DESC"],
+            )
+        )
+
+    def _put_params(self, run_id: str, info: RunInfo, there: dict[str, str]) -> None:
+        """The config. A parameter that is there stays as it is: MLflow lets none be changed."""
+        param = need("mlflow.entities", "mlflow").Param
+        new = {self._name(k): _text(v) for k, v in _flat(info.config)}
+        params = [param(k, v) for k, v in new.items() if k not in there]
+        for start in range(0, len(params), PARAMS):
+            self._client.log_batch(run_id, params=params[start : start + PARAMS])
+
+    def _last_step_of(self, run_id: str) -> Any:
+        def restore(key: str) -> int:
+            history = self._client.get_metric_history(run_id, self._name(key))
+            return max((m.step + 1 for m in history), default=0)
+
+        return restore
+
+    def _name(self, key: str) -> str:
+        """A key as MLflow takes names. Two keys never get the same."""
+        name = self._names.get(key)
+        if name is None:
+            name = re.sub(r"[^\w. /-]", "_", key, flags=re.ASCII)[:LENGTH]
+            name = "/".join(part if part.strip(".") else "_" for part in name.split("/"))
+            while name in self._names.values():
+                name = name[: LENGTH - 1] + "_"
+            self._names[key] = name
+        return name
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> Any:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=repr)

@@ -1,0 +1,49 @@
+"""A file that only grows, by whole messages.
+
+A write that fails half-way is taken back: the file is cut to what it was. The data is with the
+operating system when `append` returns, so it outlives the process; `sync` brings it to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+class AppendFile:
+    """A new file. `size` bytes of it are good, `synced` of those have reached the disk."""
+
+    def __init__(self, path: str):
+        self.path = path
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+        self.handle = os.open(path, flags, 0o666)
+        self.size = self.synced = 0
+        self.torn = False  # a write failed, and could not be taken back
+
+    def append(self, data: bytearray | bytes) -> None:
+        if os.fstat(self.handle).st_nlink == 0:
+            raise FileNotFoundError(f"{self.path} was removed while the run was being written")
+        rest = memoryview(data)
+        try:
+            while rest:  # a write may be shorter than asked for
+                rest = rest[os.write(self.handle, rest) :]
+        except BaseException as error:
+            self.torn = True
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.handle, self.size)
+                self.torn = False
+            if isinstance(error, OSError):
+                error.filename = error.filename or self.path
+            raise
+        self.size += len(data)
+
+    def sync(self) -> None:
+        if self.synced < self.size:
+            size = self.size
+            os.fsync(self.handle)
+            self.synced = size
+
+    def close(self) -> None:
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1

@@ -1,0 +1,93 @@
+"""The runs under one path: finding them, and beginning new ones without mixing them up."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import time
+import urllib.parse
+from collections.abc import Sequence
+from typing import Any
+
+from .._errors import Damaged
+from ._folder import Folder
+from ._lock import exclusive
+from ._small import write_small
+from ._writer import FORMAT, MANIFEST, FolderWriter
+
+_CLAIM = ".claim"
+
+
+def folders(root: str) -> tuple[list[Folder], list[Damaged]]:
+    """All folders of runs, the oldest first, and what is wrong with those that can't be read."""
+    found, damaged = [], []
+    is_one = os.path.exists(os.path.join(root, MANIFEST))
+    for name in ["."] if is_one else sorted(os.listdir(root)):
+        path = os.path.normpath(os.path.join(root, name))
+        try:
+            found.append(Folder(path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # not a run, or one that is just being made or removed
+        except Damaged as error:
+            damaged.append(error)
+    return sorted(found, key=lambda f: f.manifest["created_ns"]), damaged
+
+
+class Taken(Exception):
+    """A run of this name is there already."""
+
+    def __init__(self, name: str, why: str = ""):
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+
+def begin(root: str, runs: Sequence[dict[str, Any]], group: str, exists: str) -> FolderWriter:
+    """A new folder for these runs (each a dict with `name` and `config`)."""
+    os.makedirs(root, exist_ok=True)
+    names = [r["name"] for r in runs]
+    with exclusive(os.path.join(root, _CLAIM)):
+        for folder in folders(root)[0]:
+            again = [n for n in names if n in folder.lanes]
+            if again and exists == "error":
+                raise Taken(again[0])
+            if again and folder.state == "open":
+                raise Taken(again[0], "it is being written by another process, or another logger")
+            if again and exists == "overwrite":
+                _drop(folder, again)
+        manifest = dict(
+            format=FORMAT,
+            state="open",
+            group=group,
+            created=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z",
+            created_ns=time.time_ns(),
+            host=socket.gethostname(),
+            process=os.getpid(),
+            runs=list(runs),
+        )
+        return FolderWriter(os.path.join(root, _free_name(root, names)), manifest)
+
+
+def _drop(folder: Folder, names: list[str]) -> None:
+    """Remove runs from a folder; with its last run, the folder goes."""
+    if set(folder.lanes) <= set(names):
+        shutil.rmtree(folder.path)
+        return
+    for run in folder.manifest["runs"]:
+        if run["name"] in names:
+            run["dropped"] = True
+    write_small(os.path.join(folder.path, MANIFEST), folder.manifest)
+
+
+def _free_name(root: str, names: list[str]) -> str:
+    """A name for a folder that tells whose it is."""
+    first = urllib.parse.quote(names[0], safe=" ()+,-.=@[]_{}~").lstrip(".") or "run"
+    if len(first) > 120:
+        first = first[:100] + "~" + hashlib.sha1(names[0].encode()).hexdigest()[:12]
+    base = first if len(names) == 1 else f"{first}+{len(names) - 1}"
+    name, n = base, 1
+    while os.path.exists(os.path.join(root, name)):
+        n += 1
+        name = f"{base}~{n}"  # the same runs, resumed
+    return name

@@ -1,0 +1,250 @@
+"""`Run`: one run as it was saved, to be read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _errors
+from .._entry import Entry
+from .._errors import Damaged
+from .._event import structure
+from .._logdict import logdict
+from ._catalog import folders
+from ._folder import Folder, ParquetSource, StreamSource
+
+
+class Run:
+    """A saved run: its name, config and state, and what was logged. Made by `lox.runs`.
+
+    >>> import jax, lox, tempfile
+    >>> path = tempfile.mkdtemp()
+    >>> with lox.loggers.SaveLogger(path) as logger:
+    ...     state = logger.init(jax.random.key(0), name="first", config={"lr": 0.1})
+    ...     logger.log(state, lox.logdict({"loss": 1.5}, step=0))
+    ...     logger.log(state, lox.logdict({"loss": 0.5}, step=10))
+    >>> [run] = lox.runs(path)
+    >>> run
+    Run('first', closed, 2 rows, keys: loss)
+    >>> logs = run.load()
+    >>> logs, logs.step["loss"]
+    ({'loss': [1.5, 0.5]}, array([ 0, 10]))
+
+    Attributes: `name`, `group` (of all runs of one `init`), `config`, `state` (`"open"`,
+    `"closed"` or `"crashed"`), `created`, `keys`, `rows`, `counts` (the events of each key).
+    """
+
+    def __init__(self, name: str, parts: list[tuple[Folder, int]]):
+        self.name = name
+        self._parts = parts  # more than one, if the run was resumed
+        folder, lane = parts[-1]
+        self.group: str = folder.manifest["group"]
+        self.created: str = parts[0][0].manifest["created"]
+        self.config: dict[str, Any] = {}
+        for f, i in parts:
+            self.config |= f.manifest["runs"][i]["config"]
+        self.state = folder.state
+        self.lane = lane
+
+    @property
+    def path(self) -> str:
+        """The folder that was written last."""
+        return self._parts[-1][0].path
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many events each key has."""
+        counts: dict[str, int] = {}
+        for source, lane in self._sources():
+            for key in source.table.keys if source.table else ():
+                if lane in source.counts:
+                    counts[key] = counts.get(key, 0) + source.counts[lane]
+        return counts
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that were logged."""
+        return list(self.counts)
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are; keys that were logged together share theirs."""
+        return sum(source.counts.get(lane, 0) for source, lane in self._sources())
+
+    def load(self, keys: Iterable[str] | str | None = None, damaged: str = "error") -> logdict:
+        """What was logged: every key a row of events, in order, with its steps.
+
+        - `keys`: read only these; the others are not touched.
+        - `damaged`: `"error"` raises `lox.Damaged` if a checksum does not fit; `"skip"` leaves out
+          what is damaged.
+        """
+        wanted = self._wanted(keys)
+        found = self.timed(wanted, damaged)
+        order = wanted if wanted is not None else found
+        return logdict.of_entries({k: found[k][1] for k in order if k in found})
+
+    def timed(
+        self, wanted: list[str] | None = None, damaged: str = "error"
+    ) -> dict[str, tuple[np.ndarray, Entry]]:
+        """Each key as `load` has it, with the time of every event in nanoseconds."""
+        pieces: dict[str, list[tuple[np.ndarray, Entry]]] = {}
+        for table, data in self._read(wanted, damaged):
+            time = data.column("time").to_numpy().astype(np.int64)
+            for key in table.keys:
+                pieces.setdefault(key, []).append((time, table.entry(key, data)))
+        return {key: _joined(key, of_key) for key, of_key in pieces.items()}
+
+    def to_arrow(self, keys: Iterable[str] | str | None = None) -> Any:
+        """All rows as one Arrow table: time, steps, and a column for each key."""
+        from ._frames import arrow_table
+
+        return arrow_table(self._read(self._wanted(keys), "error"))
+
+    def to_pandas(self, keys: Iterable[str] | str | None = None) -> Any:
+        """All rows as a pandas DataFrame. Integers with gaps are of a type that has gaps."""
+        from ._frames import pandas_frame
+
+        return pandas_frame(self._read(self._wanted(keys), "error"))
+
+    def to_polars(self, keys: Iterable[str] | str | None = None) -> Any:
+        """All rows as a polars DataFrame."""
+        from ._frames import polars_frame
+
+        return polars_frame(self.to_arrow(keys))
+
+    def to_xarray(self, keys: Iterable[str] | str | None = None) -> Any:
+        """What was logged as an xarray Dataset, steps as coordinates."""
+        from ._frames import xarray_dataset
+
+        return xarray_dataset(self.load(keys), self.config)
+
+    def _wanted(self, keys: Iterable[str] | str | None) -> list[str] | None:
+        if keys is None:
+            return None
+        wanted = [keys] if isinstance(keys, str) else list(keys)
+        known = self.keys
+        for key in wanted:
+            if key not in known:
+                raise KeyError(f"run {self.name!r} has no key {key!r}. It has: {', '.join(known)}")
+        return wanted
+
+    def _sources(self) -> Iterator[tuple[StreamSource | ParquetSource, int]]:
+        for folder, lane in self._parts:
+            for source in folder.sources():
+                yield source, lane
+
+    def _read(self, wanted: list[str] | None, damaged: str) -> Iterator[tuple[Any, Any]]:
+        """Tables and their rows of this run, the oldest part first."""
+        for source, lane in self._sources():
+            if source.damage and damaged != "skip":
+                raise Damaged(
+                    f"run {self.name!r}: {source.damage[0]}. What is not damaged can be read with "
+                    "run.load(damaged='skip')."
+                )
+            table = source.table
+            if table is None or lane not in source.counts:
+                continue
+            keys = [k for k in table.keys if wanted is None or k in wanted]
+            if not keys:
+                continue
+            columns = [c.name for c in table.steps]
+            columns += [c.name for k in keys for c in table.columns_of(k)]
+            try:
+                yield _only(table, keys), source.read(columns, lane)
+            except Damaged:
+                if damaged != "skip":
+                    raise
+
+    def __repr__(self) -> str:
+        keys = ", ".join(self.keys)
+        return f"Run({self.name!r}, {self.state}, {self.rows} rows, keys: {keys})"
+
+
+def _only(table: Any, keys: list[str]) -> Any:
+    values = tuple(c for c in table.values if c.of in keys)
+    return dataclasses.replace(
+        table, values=values, trees=tuple(t for t in table.trees if t[0] in keys)
+    )
+
+
+def _joined(key: str, pieces: list[tuple[np.ndarray, Entry]]) -> tuple[np.ndarray, Entry]:
+    """The events of a key from several tables, in the order of their writing."""
+    _, first = pieces[0]
+    if len(pieces) == 1:
+        return pieces[0]
+    for _, other in pieces[1:]:
+        if set(other.steps) != set(first.steps):
+            names = tuple(first.steps), tuple(other.steps)
+            raise _errors.two_steps(key, *names, "an earlier write", "a later one")
+        if structure(other.value) != structure(first.value) or _shapes(other) != _shapes(first):
+            raise _errors.two_shapes(
+                key, _shapes(first), _shapes(other), "an earlier write", "a later one"
+            )
+    times = np.concatenate([t for t, _ in pieces])
+    order = np.argsort(times, kind="stable")
+    join = lambda *xs: _stack(xs)[order]
+    value = jax.tree.map(join, *(e.value for _, e in pieces))
+    steps = {name: join(*(e.steps[name] for _, e in pieces)) for name in first.steps}
+    return times[order], Entry(value, steps, first.layout)
+
+
+def _stack(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+    """One array; of different dtypes, one that holds the numbers of all."""
+    kinds = {x.dtype for x in arrays}
+    if len(kinds) > 1:
+        wide = np.result_type(*(np.float32 if k.isbuiltin != 1 else k for k in kinds))
+        arrays = tuple(x.astype(wide) for x in arrays)
+    return np.concatenate(arrays)
+
+
+def _shapes(entry: Entry) -> str:
+    return ", ".join(str(x.shape[1:]) for x in jax.tree.leaves(entry.value))
+
+
+class Runs(list[Run]):
+    """Runs, the oldest first. `runs["name"]` finds one; `runs.select("ppo*")` some.
+
+    >>> import lox
+    >>> lox.runs("./a folder without runs")
+    []
+    """
+
+    damaged: list[Damaged]
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, str):
+            return super().__getitem__(index)
+        found = [r for r in self if r.name == index]
+        if not found:
+            names = ", ".join(r.name for r in self[:20]) or "none"
+            raise KeyError(f"there is no run {index!r}. There are: {names}")
+        return found[0]
+
+    def select(self, pattern: str) -> Runs:
+        """Those whose name or group fits a pattern with `*` and `?`."""
+        fits = lambda r: any(fnmatch.fnmatchcase(n, pattern) for n in (r.name, r.group))
+        out = Runs(r for r in self if fits(r))
+        out.damaged = []
+        return out
+
+
+def find_runs(path: str | os.PathLike[str]) -> Runs:
+    """See `lox.runs`."""
+    root = os.fspath(path)
+    out = Runs()
+    out.damaged = []
+    if not os.path.isdir(root):
+        return out
+    found, out.damaged = folders(root)
+    parts: dict[str, list[tuple[Folder, int]]] = {}
+    for folder in found:
+        for name, lane in folder.lanes.items():
+            parts.setdefault(name, []).append((folder, lane))
+    out.extend(Run(name, p) for name, p in parts.items())
+    return out

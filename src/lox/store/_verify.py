@@ -1,0 +1,94 @@
+"""Checking every byte of what is saved, and closing what a crash left open."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import xxhash
+
+from .._errors import Damaged
+from ._catalog import folders
+from ._folder import Folder
+from ._scan import Damage, contents, scan
+from ._writer import MANIFEST, end_folder
+
+
+@dataclasses.dataclass
+class Report:
+    """What `verify` found in one folder."""
+
+    path: str
+    state: str
+    files: int = 0
+    bytes: int = 0
+    torn: int = 0  # bytes of a write that was never finished: expected after a crash
+    damage: list[Damage] = dataclasses.field(default_factory=list)
+
+
+def verify(root: str) -> Iterator[Report]:
+    """Check every checksum of every folder of runs under a path."""
+    found, damaged = folders(root)
+    for error in damaged:
+        name = str(error).split(" is damaged")[0]
+        yield Report(os.path.dirname(name), "damaged", 1, 0, 0, [Damage(name, 0, 0, str(error))])
+    for folder in found:
+        yield verify_folder(folder)
+
+
+def verify_folder(folder: Folder) -> Report:
+    size = os.path.getsize(os.path.join(folder.path, MANIFEST))
+    report = Report(folder.path, folder.state, 1, size)
+    try:
+        if "tables" in folder.manifest:
+            for record in folder.manifest["tables"]:
+                _check_parquet(folder.path, record, report)
+        else:
+            for name, at_least in folder.stream_sizes().items():
+                path = os.path.join(folder.path, name)
+                seen = scan(path, at_least, live=True)
+                report.files, report.bytes = report.files + 1, report.bytes + len(seen.data)
+                report.torn += seen.torn
+                report.damage += seen.damage
+                if folder.manifest["state"] == "closed" and len(seen.data) != at_least:
+                    end = (at_least, len(seen.data))
+                    report.damage.append(Damage(name, *end, "longer than when it was closed"))
+    except (Damaged, FileNotFoundError) as error:
+        report.damage.append(Damage(folder.path, 0, 0, str(error)))
+    return report
+
+
+def _check_parquet(path: str, record: dict, report: Report) -> None:
+    data = contents(os.path.join(path, record["file"]))
+    report.files, report.bytes = report.files + 1, report.bytes + len(data)
+    if len(data) != record["bytes"]:
+        what = f"{len(data)} bytes instead of {record['bytes']}"
+        report.damage.append(Damage(record["file"], 0, len(data), what))
+    elif xxhash.xxh3_64_hexdigest(data) != record["xxh3"]:
+        for name, chunks in record["chunks"].items():
+            for start, size, digest in chunks:
+                if xxhash.xxh3_64_hexdigest(data[start : start + size]) != digest:
+                    what = f"column {name!r} is damaged"
+                    report.damage.append(Damage(record["file"], start, start + size, what))
+        if not report.damage or report.damage[-1].file != record["file"]:
+            report.damage.append(Damage(record["file"], 0, len(data), "not what was written"))
+
+
+def compact(root: str) -> Iterator[tuple[str, int, int]]:
+    """Close what crashed, and turn streams into Parquet files. Yields path, bytes before, after."""
+    for folder in folders(root)[0]:
+        if folder.state == "open" or "tables" in folder.manifest:
+            continue
+        before = folder_size(folder.path)
+        manifest = {k: v for k, v in folder.manifest.items() if k != "streams"}
+        for name in folder.stream_sizes():  # what was torn was never acknowledged
+            report = scan(os.path.join(folder.path, name), live=True)
+            if report.damage:
+                raise Damaged(f"{folder.path}: {report.damage[0]}")
+        end_folder(folder.path, manifest, compact=True)
+        yield folder.path, before, folder_size(folder.path)
+
+
+def folder_size(path: str) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
