@@ -15,6 +15,7 @@ FILES = sorted((ROOT / "src").rglob("*.py"))
 # Each file of lox may import only what stands before it.
 ORDER = [
     *("_errors", "_compat", "_event", "_primitive", "_probe", "_reduce", "_format", "_entry"),
+    *("_terminal", "_curves", "_plot", "_html"),
     *(
         "_logdict",
         "_log",

@@ -6,7 +6,6 @@ have different steps: each is interpolated within its own range, and what is not
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -77,7 +76,7 @@ def no_key(key: str, logs: Sequence[Any]) -> str:
     return f"no key {key!r} was logged. Keys here: {known}."
 
 
-# --- from an entry to runs -------------------------------------------------------------------------
+# --- from an entry to runs ------------------------------------------------------------------------
 
 
 class _Runs(NamedTuple):
@@ -103,7 +102,7 @@ def _runs(key: str, entry: Entry, x: str, components: int) -> _Runs:
         rank = dict(zip(entry.steps, entry.layout.step_ndims))[axis]
         step = _real(entry.steps[axis])
         at = event_axis(step, rank)
-        step = step.reshape(*step.shape[: at + 1], -1).max(-1)
+        step = step.max(tuple(range(at + 1, step.ndim))) if rank else step
         steps = np.broadcast_to(step, lead).reshape(values.shape[:2])
     return _Runs(axis, names, [(s[m], v[m]) for s, v, m in zip(steps, values, mask)])
 
@@ -124,7 +123,8 @@ def _values(entry: Entry, components: int) -> tuple[list[str], np.ndarray, tuple
     shapes = _shapes(entry)
     elements = sum(map(math.prod, shapes))
     names: list[str] = []
-    parts, lead = [], ()
+    parts: list[np.ndarray] = []
+    lead: tuple[int, ...] = ()
     for (path, leaf), shape in zip(with_path, shapes, strict=True):
         leaf = np.asarray(leaf)
         lead = leaf.shape[: leaf.ndim - len(shape)]
@@ -136,7 +136,9 @@ def _values(entry: Entry, components: int) -> tuple[list[str], np.ndarray, tuple
             name = jax.tree_util.keystr(path)
             names += [name + (str(list(i)) if i else "") for i in np.ndindex(shape)]
             parts.append(_real(leaf))
-    if elements > components or not elements:
+    if not elements:
+        return [""], np.full((*parts[0].shape[:2], 1), np.nan), lead
+    if elements > components:
         return [""], np.sum(parts, axis=0), lead
     return names, np.concatenate(parts, -1), lead
 
@@ -151,7 +153,7 @@ def _real(x: Array) -> np.ndarray:
     return np.abs(x) if np.iscomplexobj(x) else x.astype(float)
 
 
-# --- from runs to a curve --------------------------------------------------------------------------
+# --- from runs to a curve -------------------------------------------------------------------------
 
 
 def _aligned(runs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._curves import curves
-from ._entry import Entry, as_events, count_of, event_axis
+from ._entry import Entry, count_of, event_axis
 from ._terminal import binned, number
 
 SAMPLE = 200_000  # elements looked at for the numbers of a key; of larger ones, evenly spaced ones
@@ -98,7 +97,7 @@ def _row(name: str, leaf: Any, ndim: int, entry: Entry) -> list[str]:
     batch = shape[: at + 1 - entry.layout.events]
     what = str(shape[at + 1 :]) if ndim else "scalar"
     if batch:
-        what = " × ".join(map(str, batch)) + " runs of " + what
+        what = " × ".join(map(str, batch)) + " × " + what
     if not _on_host(leaf, entry):
         # Traced, on other hosts, or no numbers: only what is known of it.
         events = str(shape[at]) if entry.layout.events else "1"
@@ -109,7 +108,9 @@ def _row(name: str, leaf: Any, ndim: int, entry: Entry) -> list[str]:
 
 
 def _on_host(leaf: Any, entry: Entry) -> bool:
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((leaf, entry.steps, entry.mask))):
+    if any(
+        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((leaf, entry.steps, entry.mask))
+    ):
         return False
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return False
@@ -120,7 +121,7 @@ def _numeric(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, int | float | complex)
-    return bool(jax.numpy.issubdtype(dtype, np.number) or dtype == bool)
+    return any(jax.numpy.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
 
 
 def _steps(entry: Entry) -> str:
@@ -137,39 +138,62 @@ def _steps(entry: Entry) -> str:
 def _range(values: np.ndarray) -> str:
     if not len(values):
         return "0"
-    low, high = number(values.min()), number(values.max())
+    low, high = (number(int(x) if x == x // 1 else x) for x in (values.min(), values.max()))
     return low if low == high else f"{low} … {high}"
 
 
 def _numbers(leaf: Any, ndim: int, entry: Entry) -> tuple[list[str], str]:
-    """The last value, minimum, mean and maximum (over a batch, all together); the sparkline."""
-    mask = None if entry.mask is None else np.asarray(entry.mask)
-    one = as_events(Entry(leaf, {}, type(entry.layout)(entry.layout.events, (ndim,)), mask))
-    leaf, mask = one.value, one.mask
-    at = event_axis(leaf, ndim)
-    lead = np.shape(leaf)[: at + 1]
-    size = math.prod(np.shape(leaf))
-    if not size or (mask is not None and not mask.any()):
-        return ["", "", "", ""], ""
-    about = ""
-    if size > SAMPLE:
-        # Of the events, then of the elements of each: the copy to the host stays small.
-        leaf, mask = _thinned(leaf, mask, at)
-        about = "≈"
-    values = np.asarray(leaf)
-    values = np.abs(values) if np.iscomplexobj(values) else values
+    """The last value, minimum, mean and maximum (of a batch, all together); the sparkline."""
+    values, mask, exact = _sample(leaf, ndim, entry)
     whole = values.dtype.kind in "biu"
-    values = values.astype(float)
-    mask = np.ones(values.shape[: at + 1], bool) if mask is None else mask
-    real = values[mask]
-    rows = [np.flatnonzero(m) for m in mask.reshape(-1, mask.shape[-1])]
-    flat = values.reshape(len(rows), mask.shape[-1], -1)
-    last = np.concatenate([flat[i, r[-1]] for i, r in enumerate(rows) if len(r)])
-    with np.errstate(all="ignore"):
-        middle = real.mean()
-    ends = [int(v) if whole else v for v in (real.min(), real.max())]
-    exact = last.size == 1
-    shown = number(int(last[0]) if whole else last[0]) if exact else "mean " + number(last.mean())
-    line = _mean_of_rows(flat, mask) if mask.shape[-1] > 1 else last if ndim == 1 else []
-    texts = [colored(float(last.mean()), shown), *(colored(v, about + number(v)) for v in (ends[0], middle, ends[1]))]
-    return texts, svg_sparkline(line)
+    values = np.abs(values) if np.iscomplexobj(values) else values.astype(float)
+    some = mask.any(1)
+    if not values.size or not some.any():
+        return ["", "", "", ""], ""
+    lanes = np.flatnonzero(some)
+    last = values[lanes, mask.shape[1] - 1 - mask[lanes, ::-1].argmax(1)]
+    finite = np.isfinite(values) & mask[..., None]
+    real, bad = values[finite], int(values[mask].size - finite.sum())
+    about = "" if exact else "≈"
+    show = lambda x: colored(x, about + number(int(x) if whole and exact else x))
+    with np.errstate(all="ignore"):  # what is not finite is shown as such
+        mean_of_last = float(last.mean())
+        line = np.where(finite, values, 0.0).sum((0, 2)) / finite.sum((0, 2))
+    if last.size == 1:
+        shown = show(last.item())
+    else:
+        shown = colored(mean_of_last, f"{about}{number(mean_of_last)} (mean)")
+    if mask.shape[1] == 1 and ndim == 1:
+        line = last.mean(0)  # one vector: its elements
+    ends: list[str] = ["", "", ""]
+    if real.size:
+        ends = [show(real.min()), about + number(real.mean()), show(real.max())]
+    if bad:  # the numbers are those of the rest
+        ends[2] = Raw(f'{ends[2]} <span class="bad">{bad:,} not finite</span>')
+    return [shown, *ends], svg_sparkline(line)
+
+
+def _sample(leaf: Any, ndim: int, entry: Entry) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Values (runs, events, elements), which events happened, and whether that is all of them.
+
+    Of large arrays evenly spaced parts are taken, before they are copied from a device.
+    """
+    x = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    split = x.ndim - ndim
+    lead = x.shape[:split] if entry.layout.events else (*x.shape[:split], 1)
+    shape = (math.prod(lead[:-1]), lead[-1], math.prod(x.shape[split:]))
+    mask = np.ones(lead, bool) if entry.mask is None else np.asarray(entry.mask)
+    x, mask = x.reshape(shape), np.broadcast_to(mask.reshape(mask.shape or (1,)), lead)
+    mask = mask.reshape(shape[:2])
+    if math.prod(shape) <= SAMPLE:
+        return np.asarray(x), mask, True
+    runs, events, elements = shape
+    every = -(-events // 512)
+    left = max(SAMPLE // (-(-events // every)), 1)
+    each = max(-(-runs * elements // left), 1)
+    of_runs = -(-runs // left) if elements < each else 1
+    of_elements = -(-each // of_runs)
+    # From the end, so that the last event is one of them.
+    events_kept = slice((events - 1) % every, None, every)
+    x = x[::of_runs, events_kept, :: min(of_elements, max(elements, 1))]
+    return np.asarray(x), mask[::of_runs, events_kept], False

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _errors
+from . import _errors, _html, _plot
 from ._entry import Array, Entry, Layout, compacted, concatenated, count_of, entry_of, reduced
 from ._format import plain
 from ._reduce import resolve
@@ -125,9 +125,8 @@ class logdict(dict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         old = self._entries.get(key)
-        self._put(
-            key, entry_of(value, {}) if old is None else dataclasses.replace(old, value=value)
-        )
+        entry = entry_of(value, {}) if old is None else dataclasses.replace(old, value=value)
+        self._put(key, entry)
 
     def __delitem__(self, key: str) -> None:
         dict.__delitem__(self, key)
@@ -177,8 +176,7 @@ class logdict(dict):
             for key, entry in other._entries.items():
                 self._put(key, entry)
         else:
-            for key, value in dict(other).items():
-                self._put(key, entry_of(value, {}))
+            more = dict(other) | more
         for key, value in more.items():
             self._put(key, entry_of(value, {}))
 
@@ -232,6 +230,13 @@ class logdict(dict):
                 raise _errors.ragged(key)
             out[key] = whole
         return logdict.of_entries(out)
+
+    def plot(self, *keys: str, **options: Any) -> Any:
+        """Draw keys (all, if none is named) over their steps. Takes the options of `_plot.plot`."""
+        return _plot.plot(self, keys or None, **options)
+
+    def _repr_html_(self) -> str:
+        return _html.html_table(self)
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{k!r}: {plain(v)}" for k, v in self.items()) + "}"

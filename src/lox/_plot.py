@@ -87,7 +87,9 @@ def _chosen(logs: list[Any], keys: Iterable[str] | str | None) -> list[str]:
     return chosen
 
 
-def _axes(plt: Any, ax: Any, count: int, columns: int | None, size: tuple[float, float]) -> list[Any]:
+def _axes(
+    plt: Any, ax: Any, count: int, columns: int | None, size: tuple[float, float]
+) -> list[Any]:
     if ax is not None:
         axes = list(np.asarray(ax, object).reshape(-1))
         if len(axes) < count:
@@ -165,7 +167,8 @@ def _ticks(ax: Any, x: np.ndarray) -> None:
     if len(x) == 1:
         ax.set_xticks(x, [f"{x[0]:g}"])
     else:
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=bool((x == np.round(x)).all())))
+        whole = bool((x == np.round(x)).all())
+        ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=whole))
 
 
 def _empty(ax: Any, text: str) -> None:

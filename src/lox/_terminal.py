@@ -35,7 +35,7 @@ def number(x: float) -> str:
     if size >= 9999.5:
         return f"{x:,.0f}"
     digits = 3 - max(math.floor(math.log10(size)), -1) if size else 3
-    return f"{x:.{max(digits, 0)}f}"
+    return f"{x:,.{max(digits, 0)}f}"
 
 
 def sparkline(values: Array, width: int = 20) -> str:

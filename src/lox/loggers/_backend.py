@@ -21,7 +21,7 @@ from .._host import Errors, Strict
 from .._logdict import iterate_entries, logdict
 from . import _exit
 from ._lanes import by_run, each_run
-from ._names import EXISTS, RunInfo, name_runs, run_exists
+from ._names import EXISTS, RunExists, RunInfo, name_runs, run_exists
 from ._queue import POLICIES, Worker
 
 
@@ -53,7 +53,8 @@ class Backend:
         self._queue_options = (overflow, capacity, timeout)
         self._worker: Worker | None = None
         self._errors = Errors("it failed {} more time(s); none of those events was written")
-        self._lock = threading.RLock()
+        self._lock, self._starting = threading.RLock(), threading.Lock()
+        self._hung = False
         self._opened: dict[str, Any] = {}  # the backend's handles, by the run's name
         # By identity: a run, or the error it could not be opened for.
         self._slots: dict[Any, Slot | Exception] = {}
@@ -74,6 +75,14 @@ class Backend:
     def close_run(self, run: Any) -> None:
         """End a run."""
 
+    def replace_run(self, run: Any) -> None:
+        """End an open run that a new one of the same name replaces."""
+        self.close_run(run)
+
+    def undo_run(self, run: Any) -> None:
+        """Forget a run that has just begun, if the backend can."""
+        self.close_run(run)
+
     def flush_run(self, run: Any) -> None:
         """Make sure that what was written is where it belongs."""
 
@@ -91,9 +100,10 @@ class Backend:
 
     def host_open(
         self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
-    ) -> None:
-        """Begin the runs of these identities, one for each row."""
+    ) -> list[str]:
+        """Begin the runs of these identities, one for each row; returns the names of new ones."""
         infos = name_runs(name, kind, ids, configs)
+        before = set(self._opened)
         keys = [(name, kind, row.tobytes()) for row in ids]
         try:
             with self._backend():
@@ -103,6 +113,20 @@ class Backend:
             raise
         _exit.remember(self)
         self._slots |= {k: Slot(i, h) for k, i, h in zip(keys, infos, handles, strict=True)}
+        self._known.clear()
+        return [i.name for i in infos if i.name not in before]
+
+    def host_undo(self, names: list[str]) -> None:
+        """Take runs back that have just begun: another logger could not begin the same ones."""
+        gone = {n for n in names if n in self._opened}
+        for name in gone:
+            with self._backend():
+                self.undo_run(self._opened.pop(name))
+        self._slots = {
+            k: s
+            for k, s in self._slots.items()
+            if not (isinstance(s, Slot) and s.info.name in gone)
+        }
         self._known.clear()
 
     def host_open_later(
@@ -123,13 +147,20 @@ class Backend:
         if again and self.exists == "error":
             raise run_exists(type(self).__name__, again[0].name, "this logger")
         if self.exists == "overwrite":
-            for info in again:
-                self.close_run(self._opened.pop(info.name))
+            self._overwrite([i.name for i in again])
         new = [i for i in infos if i.name not in self._opened]
         if new:
             handles = self.open_runs(new)
             self._opened |= {i.name: h for i, h in zip(new, handles, strict=True)}
         return [self._opened[i.name] for i in infos]
+
+    def _overwrite(self, names: list[str]) -> None:
+        """Give up runs of this logger for new ones. Their old states write nowhere."""
+        for name in names:
+            self.replace_run(self._opened.pop(name))
+        for key, slot in self._slots.items():
+            if isinstance(slot, Slot) and slot.info.name in names:
+                self._slots[key] = RunExists(f"run {slot.info.name!r} was overwritten by another")
 
     def host_write(self, name: str | None, kind: str, logs: logdict, ids: np.ndarray) -> None:
         """Write a message: `logs` for the runs of `ids`, any batch axes in front of both."""
@@ -165,7 +196,7 @@ class Backend:
         if not self.slow or self.strict:
             self._write((handles, logs))
             return
-        with self._lock:
+        with self._starting:
             if self._worker is None:
                 self._worker = Worker(self._write, *self._queue_options, type(self).__name__)
         self._worker.put((handles, logs))
@@ -187,7 +218,8 @@ class Backend:
     def _backend(self) -> Iterator[None]:
         """One call of the backend at a time. One that hangs must not hang all others."""
         timeout = self._queue_options[2]
-        if not self._lock.acquire(timeout=timeout):
+        if not self._lock.acquire(timeout=0 if self._hung else timeout):
+            self._hung = True  # who has waited in vain once does not wait again
             raise TimeoutError(f"{type(self).__name__} has not answered for {timeout:g} s")
         try:
             yield
@@ -231,12 +263,15 @@ class Backend:
             if self._worker is not None:
                 self._worker.drain()
         except TimeoutError as error:
+            self._hung = True
             self._errors.add(error)
         for handle in list(self._opened.values()):
             try:
                 with self._backend():
                     finish(handle)
             except Exception as error:
+                what = finish.__name__.removesuffix("_run")
+                error.add_note(f"lox: {type(self).__name__} could not {what} a run")
                 self._errors.add(error)
 
     def _raise_first(self) -> None:

@@ -19,9 +19,11 @@ import numpy as np
 
 from .. import _transform
 from .._host import Strict
+from .._log import caller_line, describe
 from .._logdict import logdict
 from . import _program
 from ._backend import Backend
+from ._lanes import mismatch
 from ._state import LoggerState
 
 
@@ -68,8 +70,7 @@ class Logger(Backend):
 
     def log(self, state: LoggerState, logs: Any, prefix: str = "") -> None:
         """Write a logdict (or a dict) to the run of `state`, inside or outside of `jit`."""
-        logs = logs if isinstance(logs, logdict) else logdict(logs)
-        logs = logs.prefix(prefix) if prefix else logs
+        logs = logs.prefix(prefix) if isinstance(logs, logdict) else _one_event(state, logs, prefix)
         if not logs:
             return
         if _program.is_eager(state.id, logs):
@@ -121,6 +122,21 @@ class Logger(Backend):
         if self._refused:
             self._refused = False
             self._errors.raise_first()
+
+
+def _one_event(state: LoggerState, data: Any, prefix: str) -> logdict:
+    """A plain dict as an event. If the state is that of many runs, each has its own part of it."""
+    spec, values, _ = describe(data, (), False, prefix, None, {}, caller_line())
+    batch = np.shape(state.id)[:-1]
+    ndims = {}
+    for field, leaves in zip(spec.fields, values, strict=True):
+        shapes = [np.shape(x) for x in leaves]
+        for shape in shapes:
+            if shape and shape[: len(batch)] != batch:
+                raise mismatch(field.key, shape, batch)
+        ndims[field.key] = tuple(max(len(s) - len(batch), 0) for s in shapes)
+    whole = {f.key: f.tree.unflatten(v) for f, v in zip(spec.fields, values, strict=True)}
+    return logdict.one_event(whole, {}, ndims, ())
 
 
 @contextlib.contextmanager

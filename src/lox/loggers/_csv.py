@@ -11,6 +11,7 @@ which the file is written anew under another name and then renamed.
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import io
@@ -33,10 +34,11 @@ Cells = dict[str, Any]  # by the name of their column
 @dataclasses.dataclass
 class _Run:
     path: pathlib.Path
-    file: Any
+    file: io.FileIO
     index: Index
     columns: list[str]
     steps: set[str]  # the columns that are steps
+    is_new: bool
     end: int  # of the rows that are complete: the open one comes there
     merger: Merger = dataclasses.field(default_factory=Merger)
 
@@ -80,10 +82,17 @@ class CSVLogger(Logger):
             config.write_text(json.dumps(info.config, indent=2, default=repr) + "\n")
         if resumed:
             return _resumed(path)
-        return _Run(path, open(path, "w+b", buffering=0), Index(), [], set(), 0)
+        return _Run(path, io.FileIO(path, "w+"), Index(), [], set(), True, 0)
 
     def write_run(self, run: _Run, logs: logdict) -> None:
-        done = run.merger.add(rows_of(logs, run.index))
+        before = copy.deepcopy(run.merger.last)
+        try:
+            self._write_rows(run, run.merger.add(rows_of(logs, run.index)))
+        except BaseException:
+            run.merger.last = before  # which was written; the new ones are not
+            raise
+
+    def _write_rows(self, run: _Run, done: list[Row]) -> None:
         still_open = [run.merger.last] if run.merger.last else []
         run.steps |= {name for row in (*done, *still_open) for name in row.steps}
         complete, last = ([row.columns() for row in rows] for rows in (done, still_open))
@@ -99,6 +108,11 @@ class CSVLogger(Logger):
     def close_run(self, run: _Run) -> None:
         run.file.close()
 
+    def undo_run(self, run: _Run) -> None:
+        self.close_run(run)
+        if run.is_new:
+            run.path.unlink()
+
     def flush_run(self, run: _Run) -> None:
         os.fsync(run.file.fileno())
 
@@ -112,7 +126,7 @@ def _widen(run: _Run, new: list[str], complete: list[Cells], last: list[Cells]) 
     cells = [{k: c for k, c in zip(run.columns, row) if c} for row in before]
     text = _lines(columns, [dict(zip(columns, columns)), *cells, *complete])
     successor = run.path.with_name(run.path.name + ".new")
-    file = open(successor, "w+b", buffering=0)
+    file = io.FileIO(successor, "w+")
     try:
         _write_at(file, 0, text + _lines(columns, last))
         os.replace(successor, run.path)
@@ -123,7 +137,7 @@ def _widen(run: _Run, new: list[str], complete: list[Cells], last: list[Cells]) 
     run.file, run.columns, run.end = file, columns, len(text)
 
 
-def _write_at(file: Any, position: int, data: bytes) -> None:
+def _write_at(file: io.FileIO, position: int, data: bytes) -> None:
     """Write all of it there, and nothing behind."""
     file.seek(position)
     view = memoryview(data)
@@ -147,15 +161,19 @@ def _text(x: Any) -> str:
 
 
 def _parsed(data: bytes) -> tuple[list[str], list[list[str]]]:
-    rows = list(csv.reader(io.StringIO(data.decode(), newline="")))
+    before = csv.field_size_limit(2**31 - 1)  # an array is one long text
+    try:
+        rows = list(csv.reader(io.StringIO(data.decode(), newline="")))
+    finally:
+        csv.field_size_limit(before)
     return (rows[0], rows[1:]) if rows else ([], [])
 
 
 def _resumed(path: pathlib.Path) -> _Run:
     """A run that is there already, behind its last whole row."""
-    file = open(path, "r+b", buffering=0)
+    file = io.FileIO(path, "r+")
     data = file.read()
-    end = data.rfind(b"\n") + 1  # behind it: a row that was being written when the machine went down
+    end = data.rfind(b"\n") + 1  # what follows was being written when the machine went down
     columns, rows = _parsed(data[:end])
     following: dict[str, int] = {}
     if INDEX in columns:
@@ -165,4 +183,4 @@ def _resumed(path: pathlib.Path) -> _Run:
                 if cell and row[at]:
                     following[name] = int(row[at]) + 1
     steps = {INDEX, "step"} & set(columns)
-    return _Run(path, file, Index(lambda key: following.get(key, 0)), columns, steps, end)
+    return _Run(path, file, Index(lambda key: following.get(key, 0)), columns, steps, False, end)

@@ -12,14 +12,14 @@ step `lane` tells them apart.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._entry import Entry, as_events, event_axis
+from .._entry import Entry, Layout, as_events
 from .._errors import LogError
 from .._event import structure
 from .._logdict import iterate_entries, logdict
@@ -27,8 +27,9 @@ from .._logdict import iterate_entries, logdict
 
 def by_run(logs: logdict, ids: np.ndarray) -> tuple[np.ndarray, logdict]:
     """The identities of the runs, one a row, and the logs with one axis over them in front."""
-    if ids.ndim > 1 and (ids == ids[(0,) * (ids.ndim - 1)]).all():
-        ids = ids[(0,) * (ids.ndim - 1)]  # one run, in a batch that is none of its own
+    first = ids[(0,) * (ids.ndim - 1)]
+    if ids.size > first.size and (ids == first).all():
+        ids = first  # one run, in a batch that is none of its own
     batch = ids.shape[:-1]
     entries = {k: _normal(k, as_events(_on_host(e)), batch) for k, e in iterate_entries(logs)}
     return ids.reshape(-1, ids.shape[-1]), logdict.of_entries(entries)
@@ -42,7 +43,7 @@ def of_run(logs: logdict, lane: int) -> logdict:
         if real is not None and not real.any():
             continue
         take = lambda x, real=real: x[lane] if real is None or real.all() else x[lane][real]
-        leaves = [take(x) for x in _leaves(entry)]
+        leaves = [take(x) for x in jax.tree.leaves(entry.value)]
         if not len(leaves[0]):
             continue
         steps = {name: take(s) for name, s in entry.steps.items()}
@@ -59,62 +60,82 @@ def each_run(logs: logdict, count: int) -> Iterator[tuple[int, logdict]]:
             yield lane, own
 
 
-def _leaves(entry: Entry) -> list[np.ndarray]:
-    return jax.tree.leaves(entry.value)
-
-
 def _on_host(entry: Entry) -> Entry:
-    value = jax.tree.map(np.asarray, entry.value)
-    steps = {name: np.asarray(s) for name, s in entry.steps.items()}
+    single = type(entry.value) is np.ndarray
+    value = _native(entry.value) if single else jax.tree.map(_native, entry.value)
+    steps = {name: _native(s) for name, s in entry.steps.items()}
     mask = None if entry.mask is None else np.asarray(entry.mask)
     return Entry(value, steps, entry.layout, mask)
 
 
+def _native(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
 def _normal(key: str, entry: Entry, batch: tuple[int, ...]) -> Entry:
-    x, axis = entry.parts()[0]
-    extra = np.shape(x)[len(batch) : axis]
-    mixed = entry.mask is not None and bool(extra)
+    """An entry with one axis over the runs in front, then the event axis."""
+    leaves = [entry.value] if type(entry.value) is np.ndarray else jax.tree.leaves(entry.value)
+    ndims, ranks = entry.layout.ndims, entry.layout.step_ndims
+    x, steps = leaves[0], entry.steps
+    extra = x.shape[len(batch) : x.ndim - ndims[0] - 1]
+    wanted, runs = batch + extra, math.prod(batch)
 
-    def normal(x: np.ndarray, ndim: int) -> np.ndarray:
-        axis = event_axis(x, ndim)
-        lead = x.shape[:axis]
-        if not lead:  # the same for all runs
-            x = np.broadcast_to(x, batch + extra + x.shape)
-        elif lead != batch + extra:
-            raise LogError(
-                f"{key!r} has the batch axes {lead}, but the logger's state is that of runs of "
-                f"shape {batch}. Make one state for each lane: jax.vmap(logger.init)(keys)."
-            )
-        x = x.reshape(-1, *x.shape[len(batch) :])  # (runs, extra …, E, value …)
-        n = len(extra)
-        if mixed:
-            return x.reshape(x.shape[0], -1, *x.shape[n + 2 :])
-        return np.moveaxis(x, n + 1, 1) if n else x
+    def normal(x: np.ndarray, ndim: int) -> np.ndarray:  # (runs, extra …, E, value …)
+        lead = x.shape[: x.ndim - ndim - 1]
+        if lead != wanted:
+            if lead:
+                raise mismatch(key, lead, batch)
+            x = np.broadcast_to(x, wanted + x.shape)  # the same for all runs
+        return x if len(batch) == 1 else x.reshape(runs, *x.shape[len(batch) :])
 
-    value = structure(entry.value).unflatten(
-        [normal(x, n) for x, n in zip(_leaves(entry), entry.layout.ndims)]
-    )
-    ranks = dict(zip(entry.steps, entry.layout.step_ndims))
-    steps = {name: normal(s, ranks[name]) for name, s in entry.steps.items()}
+    leaves = [normal(x, n) for x, n in zip(leaves, ndims)]
+    steps = {name: normal(s, n) for (name, s), n in zip(steps.items(), ranks)}
     mask = None if entry.mask is None else normal(entry.mask, 0)
-    ndims = entry.layout.ndims
-    if mixed:
-        rows = mask.shape[1]  # type: ignore[union-attr]
-        name = _free_name("lane", steps)
-        lanes = np.repeat(np.arange(rows // x.shape[axis], dtype=np.int32), x.shape[axis])
-        steps[name], ranks[name] = np.broadcast_to(lanes, mask.shape), 0  # type: ignore
-    elif extra:
-        ndims = tuple(n + len(extra) for n in ndims)
-        for name, s in steps.items():
-            front: tuple[Any, ...] = (slice(None), slice(None), *(0,) * len(extra))
-            first = s[front]
-            over = first.reshape(first.shape[:2] + (1,) * len(extra) + first.shape[2:])
-            if (s == over).all():  # as good as always: all lanes of a run are at the same step
-                steps[name] = first
-            else:
-                ranks[name] += len(extra)
-    layout = dataclasses.replace(entry.layout, ndims=ndims, step_ndims=tuple(ranks.values()))
-    return Entry(value, steps, layout, mask)
+    if extra:
+        leaves, ndims, steps, ranks, mask = _extra_axes(leaves, ndims, steps, ranks, mask, extra)
+    value = leaves[0] if type(entry.value) is np.ndarray else None
+    if value is None:
+        value = structure(entry.value).unflatten(leaves)
+    return Entry(value, steps, Layout(True, ndims, ranks), mask)
+
+
+def _extra_axes(
+    leaves: list[np.ndarray],
+    ndims: tuple[int, ...],
+    steps: dict[str, np.ndarray],
+    ranks: tuple[int, ...],
+    mask: np.ndarray | None,
+    extra: tuple[int, ...],
+) -> Any:
+    """Put batch axes inside of a run where they belong: behind the event axis, or into it."""
+    n, lanes = len(extra), math.prod(extra)
+    if mask is not None:
+        events = mask.shape[-1]
+        into = lambda x: x.reshape(x.shape[0], lanes * events, *x.shape[n + 2 :])
+        numbers = np.repeat(np.arange(lanes, dtype=np.int32), events)
+        mask, steps = into(mask), {name: into(s) for name, s in steps.items()}
+        steps[_free_name("lane", steps)] = np.broadcast_to(numbers, mask.shape)
+        return [into(x) for x in leaves], ndims, steps, (*ranks, 0), mask
+    behind = lambda x: np.moveaxis(x, n + 1, 1)
+    out, wider = {}, []
+    for (name, s), rank in zip(steps.items(), ranks):
+        s = behind(s)
+        first: tuple[Any, ...] = (slice(None), slice(None), *(0,) * n)
+        one = s[first]
+        same = (s == one.reshape(one.shape[:2] + (1,) * n + one.shape[2:])).all()
+        # As good as always, all lanes of a run are at the same step.
+        out[name] = one if same else s
+        wider.append(rank if same else rank + n)
+    ndims = tuple(d + n for d in ndims)
+    return [behind(x) for x in leaves], ndims, out, tuple(wider), None
+
+
+def mismatch(key: str, lead: tuple[int, ...], batch: tuple[int, ...]) -> LogError:
+    return LogError(
+        f"{key!r} has the batch axes {lead}, but the logger's state is that of runs of shape "
+        f"{batch}. Make one state for each lane: jax.vmap(logger.init)(keys)."
+    )
 
 
 def _free_name(name: str, taken: Any) -> str:

@@ -7,14 +7,13 @@ import json
 import logging
 import re
 import time
+import warnings
 from typing import Any
 
-import numpy as np
-
 from .._logdict import logdict
+from .._optional import need
 from ._base import Logger
 from ._names import RunInfo, run_exists
-from ._optional import need
 from ._rows import Index, rows_of
 from ._values import Unheld, is_number, whole
 
@@ -25,6 +24,7 @@ METRICS, PARAMS, LENGTH = 1000, 100, 250  # the most that MLflow takes at a time
 class _Run:
     id: str
     index: Index
+    is_new: bool
     moment: int = 0  # the time of what was written last, in milliseconds
 
 
@@ -79,41 +79,44 @@ class MLflowLogger(Logger):
             run = old[0]
             client.update_run(run.info.run_id, status="RUNNING")
             self._put_params(run.info.run_id, info, run.data.params)
-            return _Run(run.info.run_id, Index(self._last_step_of(run.info.run_id)))
+            return _Run(run.info.run_id, Index(self._last_step_of(run.info.run_id)), False)
         for run in old:
             client.delete_run(run.info.run_id)
         tags = {"lox.group": info.group, **self.tags}
         run = client.create_run(self._experiment_id, run_name=info.name, tags=tags)
         self._put_params(run.info.run_id, info, {})
-        return _Run(run.info.run_id, Index())
+        return _Run(run.info.run_id, Index(), True)
 
     def write_run(self, run: _Run, logs: logdict) -> None:
         metric = need("mlflow.entities", "mlflow").Metric
-        # MLflow keeps one of two metrics that agree in everything, the time included.
         run.moment = max(run.moment + 1, time.time_ns() // 10**6)
-        at_moment: set[Any] = set()
         batch = []
+        before = None
         for row in rows_of(logs, run.index):
             step = whole(row.x)
+            if before is not None and step <= before:
+                # Of metrics that agree in everything, the time included, MLflow keeps one.
+                run.moment += 1
+            before = step
             columns = row.columns()
             if row.x.dtype.kind in "iu":  # else the metric's step is not exact
                 del columns[row.axis]
             for key, value in columns.items():
-                if not is_number(value):
+                if is_number(value):
+                    batch.append(metric(self._name(key), float(value), run.moment, step))
+                else:
                     self._unheld.add(key, value)
-                    continue
-                name, number = self._name(key), float(value)
-                if (name, step, number) in at_moment or np.isnan(number):
-                    run.moment += 1
-                    at_moment.clear()
-                at_moment.add((name, step, number))
-                batch.append(metric(name, number, run.moment, step))
         for start in range(0, len(batch), METRICS):
             self._client.log_batch(run.id, metrics=batch[start : start + METRICS])
         self._unheld.warn()
 
     def close_run(self, run: _Run) -> None:
         self._client.set_terminated(run.id)
+
+    def undo_run(self, run: _Run) -> None:
+        self.close_run(run)
+        if run.is_new:
+            self._client.delete_run(run.id)
 
     def _connect(self) -> None:
         if self._client is not None:
@@ -149,6 +152,14 @@ class MLflowLogger(Logger):
         params = [param(k, v) for k, v in new.items() if k not in there]
         for start in range(0, len(params), PARAMS):
             self._client.log_batch(run_id, params=params[start : start + PARAMS])
+        changed = [k for k, v in new.items() if there.get(k, v) != v]
+        if changed:
+            warnings.warn(
+                f"run {info.name!r} keeps the parameters it began with: MLflow does not change "
+                + ", ".join(f"{k} from {there[k]} to {new[k]}" for k in changed),
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _last_step_of(self, run_id: str) -> Any:
         def restore(key: str) -> int:
@@ -163,8 +174,10 @@ class MLflowLogger(Logger):
         if name is None:
             name = re.sub(r"[^\w. /-]", "_", key, flags=re.ASCII)[:LENGTH]
             name = "/".join(part if part.strip(".") else "_" for part in name.split("/"))
+            start, tries = name[: LENGTH - 8], 1
             while name in self._names.values():
-                name = name[: LENGTH - 1] + "_"
+                tries += 1
+                name = f"{start}_{tries}"
             self._names[key] = name
         return name
 

@@ -44,8 +44,20 @@ class MultiLogger(Logger):
 
     def host_open(
         self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
-    ) -> None:
-        self._each(lambda logger: logger.host_open(name, kind, ids, configs))
+    ) -> list[str]:
+        begun: list[tuple[Logger, list[str]]] = []
+        try:
+            for logger in self.loggers:
+                begun.append((logger, logger.host_open(name, kind, ids, configs)))
+        except Exception:
+            for logger, names in begun:  # all or none, so that the call can be repeated
+                logger.host_undo(names)
+            raise
+        return [n for _, names in begun for n in names]
+
+    def host_undo(self, names: list[str]) -> None:
+        for logger in self.loggers:
+            logger.host_undo(names)
 
     def host_open_later(
         self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from .._event import structure
-from ._state import THREEFRY
+from ._state import BATCHED, SHARED, THREEFRY
 
 EXISTS = ("error", "overwrite", "resume")
 
@@ -47,21 +47,27 @@ def run_exists(logger: str, name: str, where: str, why: str = "") -> RunExists:
 def name_runs(
     template: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
 ) -> list[RunInfo]:
-    """A run for each row of `ids` (words of the key, then the lane).
+    """A run for each row of `ids` (words of the key, lane, flags: see `_state.identity`).
 
     The name is that of the key, or the user's template. Lanes that would have the same name get
     their index behind it.
     """
     names = []
     for row, config in zip(ids, configs, strict=True):
-        key = key_name(row[:-1], kind)
-        names.append(key if template is None else _fill(template, key, int(row[-1]), config))
+        lane, flags = (int(x) for x in row[-2:])
+        key = key_name(row[:-2], kind)
+        if template is None:
+            names.append(f"{key}-{lane}" if flags & SHARED else key)
+        else:
+            name = _fill(template, key, lane, config)
+            fixed = name == template.replace("{{", "{").replace("}}", "}")
+            names.append(f"{name}-{lane}" if fixed and flags & BATCHED else name)
     if len(set(names)) < len(names):
-        names = [f"{name}-{int(row[-1])}" for name, row in zip(names, ids)]
+        names = [f"{name}-{int(row[-2])}" for name, row in zip(names, ids)]
     # The experiment: the template without what differs.
-    group = re.sub(r"[-_/ ]*\{[^}]*\}", "", template or "") or names[0]
+    group = re.sub(r"[-_/= ]*(?<!\{)\{[^{}]*\}(?!\})", "", template or "") or names[0]
     rows = zip(names, configs, ids)
-    return [RunInfo(name, group, config, int(row[-1])) for name, config, row in rows]
+    return [RunInfo(name, group, config, int(row[-2])) for name, config, row in rows]
 
 
 def key_name(words: np.ndarray, kind: str) -> str:
@@ -101,18 +107,26 @@ def split_config(config: Any) -> tuple[list[Any], Any]:
         filled = list(leaves)
         for i, x in zip(moving, values, strict=True):
             filled[i] = x
-        return jax.tree.map(plain, tree.unflatten(filled))
+        return plain(tree.unflatten(filled))
 
     return [leaves[i] for i in moving], restore
 
 
 def plain(x: Any) -> Any:
-    """A leaf of a config as what JSON can hold."""
+    """A config as what JSON can hold; of what it can't, the text."""
+    if isinstance(x, dict):
+        return {str(k): plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain(v) for v in x]
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         x = np.asarray(x)
         if x.dtype.kind in "fV" and x.dtype.itemsize < 8:
             # The shortest number that reads back as the same: 0.1, not 0.10000000149011612.
             short = np.array([float(str(y)) for y in x.reshape(-1)], np.float64)
             return short.reshape(x.shape).tolist()
-        return x.tolist()
-    return x if isinstance(x, bool | int | float | str) or x is None else repr(x)
+        return x.tolist() if x.dtype.kind in "biuf" else repr(x.tolist())
+    if isinstance(x, bool | int | float | str) or x is None:
+        return x
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {f.name: plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    return repr(x)

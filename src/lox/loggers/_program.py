@@ -16,7 +16,7 @@ from .._primitive import emit
 from .._stream import message
 from .._transform import Eager
 from ._names import split_config
-from ._state import LoggerState, lane_of, words_of
+from ._state import LoggerState, identity, words_of
 
 _SPEC = Spec((), (), (), (), False, None, "a call of a logger")
 
@@ -31,11 +31,10 @@ def init(logger: Any, key: Any, name: str | None, config: Any) -> LoggerState:
     words, kind = words_of(key)
     arrays, restore = split_config(config)
     if is_eager(words, arrays):
-        row = np.append(np.asarray(words), np.uint32(0)).astype(np.uint32)
+        row = np.append(np.asarray(words), np.zeros(2, np.uint32)).astype(np.uint32)
         logger.host_open(name, kind, row[None], [restore(arrays)])
         return LoggerState(jnp.asarray(row), name, kind)
-    lane = lane_of(words, *arrays).astype(jnp.uint32)
-    ids = jnp.append(words, lane)
+    ids = identity(words, arrays)
 
     def receive(logs: logdict, configs: list[np.ndarray]) -> None:
         [(_, entry)] = iterate_entries(logs)

@@ -167,7 +167,7 @@ def _rises(track: _Track) -> bool:
 
 def _leaves(key: str, entry: Entry) -> dict[str, np.ndarray]:
     """The arrays of a key, each with a name. A pytree has one name for each leaf."""
-    leaves = {}
+    leaves: dict[str, np.ndarray] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(entry.value)[0]:
         name = "/".join([key, jax.tree_util.keystr(path, simple=True, separator="/")])
         name = name if path else key

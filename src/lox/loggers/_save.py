@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from .._logdict import logdict
+from .._optional import need
 from ._base import Logger
 from ._names import RunInfo, run_exists
-from ._optional import need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,12 @@ class SaveLogger(Logger):
             except OSError as error:
                 error.add_note(f"lox: SaveLogger could not bring {self.path} to the disk")
                 self._errors.add(error)
+
+    def replace_run(self, run: Place) -> None:
+        run.folder.drop(run.lane)
+
+    def undo_run(self, run: Place) -> None:
+        run.folder.discard()
 
     def flush_run(self, run: Place) -> None:
         run.folder.sync()

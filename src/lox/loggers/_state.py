@@ -1,7 +1,7 @@
 """What a program carries of a logger: the identity of its run, as an array.
 
 A run is known by the words of its key and by its lane: the index along the batch axes that `init`
-was vmapped over (0 outside of `vmap`). Both are ordinary data, so a state goes through `jit`,
+was vmapped over (0 outside of `vmap`). That is ordinary data, so a state goes through `jit`,
 `vmap`, `scan` and checkpoints like any other array, and every write carries it to the host.
 """
 
@@ -34,7 +34,7 @@ class LoggerState:
     >>> logger.close()
     """
 
-    id: Array  # uint32: the words of the key, then the lane
+    id: Array  # uint32: the words of the key, the lane, and how lanes are named (`identity`)
     name: str | None = dataclasses.field(default=None, metadata=dict(static=True))
     kind: str = dataclasses.field(default=THREEFRY, metadata=dict(static=True))  # of the key
 
@@ -59,33 +59,49 @@ def words_of(key: Array) -> tuple[Array, str]:
     return words, kind
 
 
-# lane_p : (anything …) -> int32, the index along all batch axes that any operand has.
+def identity(words: Array, arrays: list[Array]) -> Array:
+    """The identity of the run that `init` begins in this lane: words, lane, and how to name it."""
+    lane, lanes = lane_of(words, *arrays)
+    _, keys = lane_of(words)
+    flags = SHARED * (keys < lanes) + BATCHED * (lanes > 1)
+    tail = jnp.stack([lane.astype(jnp.uint32), flags.astype(jnp.uint32)])
+    return jnp.concatenate([words, tail])
+
+
+# The last word of an identity: several lanes have this key; there are several lanes.
+SHARED, BATCHED = 1, 2
+
+# lane_p : (anything …) -> int32, int32
+# The index along all batch axes that any operand has, and the number of lanes along them.
 lane_p = jex.Primitive("lox_lane")
+lane_p.multiple_results = True
 
 
-def lane_of(*operands: Array) -> Array:
-    return lane_p.bind(*operands)
+def lane_of(*operands: Array) -> tuple[Array, Array]:
+    lane, lanes = lane_p.bind(*operands)
+    return lane, lanes
 
 
 @lane_p.def_abstract_eval
 def _abstract(*avals: Any) -> Any:
-    return jax.core.ShapedArray((), np.dtype("int32"))
+    return [jax.core.ShapedArray((), np.dtype("int32"))] * 2
 
 
 @lane_p.def_impl
-def _impl(*operands: Array) -> Array:
-    return jnp.int32(0)
+def _impl(*operands: Array) -> Any:
+    return [jnp.int32(0), jnp.int32(1)]
 
 
 def _batch(args: Any, dims: Any) -> Any:
     [size] = {x.shape[d] for x, d in zip(args, dims) if d is not None}
     # The axis counts as an ordinary one from here on; vmaps further out add theirs on the left.
-    return lane_p.bind(*args) * size + jnp.arange(size, dtype=jnp.int32), 0
+    lane, lanes = lane_p.bind(*args)
+    return [lane * size + jnp.arange(size, dtype=jnp.int32), lanes * size], [0, None]
 
 
-def _lower(*operands: Array) -> Array:
-    return jnp.int32(0)
+def _lower(*operands: Array) -> Any:
+    return [jnp.int32(0), jnp.int32(1)]
 
 
 batching.primitive_batchers[lane_p] = _batch
-mlir.register_lowering(lane_p, mlir.lower_fun(_lower, multiple_results=False))
+mlir.register_lowering(lane_p, mlir.lower_fun(_lower, multiple_results=True))

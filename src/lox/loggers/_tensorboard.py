@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from .._logdict import logdict
+from .._optional import need
 from ._base import Logger
 from ._names import RunInfo, run_exists
-from ._optional import need
 from ._rows import Index, Row, rows_of
 from ._values import Unheld, histogram, images, is_array, is_number, safe_name, whole
 
@@ -90,13 +91,17 @@ class TensorBoardLogger(Logger):
     def close_run(self, run: _Run) -> None:
         run.file.close()
 
+    def undo_run(self, run: _Run) -> None:
+        self.close_run(run)
+        pathlib.Path(run.file.name).unlink()
+
     def flush_run(self, run: _Run) -> None:
         run.file.flush()
         os.fsync(run.file.fileno())
 
     def _put(self, run: _Run, **event: Any) -> None:
-        event = _protos().event_pb2.Event(wall_time=time.time(), **event)
-        run.records.write(event.SerializeToString())
+        record = _protos().event_pb2.Event(wall_time=time.time(), **event)
+        run.records.write(record.SerializeToString())
 
     def _values(self, row: Row) -> list[Any]:
         new = _protos().summary_pb2.Summary.Value
@@ -121,9 +126,10 @@ class TensorBoardLogger(Logger):
         return out
 
 
+@functools.cache
 def _protos() -> Any:
-    need("tensorboard.compat.proto.event_pb2", "tensorboard")
-    need("tensorboard.compat.proto.summary_pb2", "tensorboard")
+    for name in ("event", "summary", "tensor", "types"):
+        need(f"tensorboard.compat.proto.{name}_pb2", "tensorboard")
     return need("tensorboard.compat.proto", "tensorboard")
 
 
@@ -131,12 +137,12 @@ def _new_file(folder: pathlib.Path) -> Any:
     host, process, moment = socket.gethostname(), os.getpid(), time.time_ns()
     # TensorBoard reads the files of a folder in the order of their names.
     seconds, rest = divmod(moment, 10**9)
-    return open(folder / f"events.out.tfevents.{seconds:010d}.{host}.{process}.{rest:09d}", "xb")
+    name = f"events.out.tfevents.{seconds:010d}.{host}.{process}.{rest:09d}"
+    return io.BufferedWriter(io.FileIO(folder / name, "x"))
 
 
 def _config(config: dict[str, Any]) -> Any:
     """A text for the tab of texts: a table in Markdown."""
-    need("tensorboard.compat.proto.types_pb2", "tensorboard")
     pb = _protos()
     cells = [(k, json.dumps(v, default=repr).replace("|", "\\|")) for k, v in config.items()]
     table = "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in cells)])

@@ -103,7 +103,7 @@ class Unheld:
         """Warn of new ones: after the rest is written, for a warning may be made an error."""
         new, self._new = self._new, {}
         if new:
-            what = ", ".join(f"{k!r} ({np.asarray(v).dtype}{list(np.shape(v))})" for k, v in new.items())
+            what = ", ".join(f"{k!r} ({x.dtype}{list(x.shape)})" for k, x in new.items())
             warnings.warn(
                 f"{self._logger} can't hold {what}, and leaves it out. Reduce it to numbers, or "
                 "use a logger that keeps arrays as well: SaveLogger, CSVLogger.",

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Errors of the system say which file they are about."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
 
 
 class AppendFile:
-    """A new file. `size` bytes of it are good, `synced` of those have reached the disk."""
+    """A new file, of which `size` bytes are good."""
 
     def __init__(self, path: str):
         self.path = path
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
         self.handle = os.open(path, flags, 0o666)
-        self.size = self.synced = 0
+        self.size = 0
         self.torn = False  # a write failed, and could not be taken back
 
     def append(self, data: bytearray | bytes) -> None:
@@ -25,23 +36,26 @@ class AppendFile:
             raise FileNotFoundError(f"{self.path} was removed while the run was being written")
         rest = memoryview(data)
         try:
-            while rest:  # a write may be shorter than asked for
-                rest = rest[os.write(self.handle, rest) :]
-        except BaseException as error:
+            with naming(self.path):
+                while rest:  # a write may be shorter than asked for
+                    rest = rest[os.write(self.handle, rest) :]
+        except BaseException:
             self.torn = True
             with contextlib.suppress(OSError):
                 os.ftruncate(self.handle, self.size)
                 self.torn = False
-            if isinstance(error, OSError):
-                error.filename = error.filename or self.path
             raise
         self.size += len(data)
 
+    def cut(self, size: int) -> None:
+        """Take back the latest writes."""
+        self.torn = True
+        os.ftruncate(self.handle, size)
+        self.size, self.torn = size, False
+
     def sync(self) -> None:
-        if self.synced < self.size:
-            size = self.size
+        with naming(self.path):
             os.fsync(self.handle)
-            self.synced = size
 
     def close(self) -> None:
         if self.handle >= 0:

@@ -13,9 +13,9 @@ from typing import Any
 
 from .._errors import Damaged
 from ._folder import Folder
-from ._lock import exclusive
+from ._lock import exclusive, hold
 from ._small import write_small
-from ._writer import FORMAT, MANIFEST, FolderWriter
+from ._writer import FORMAT, LOCK, MANIFEST, FolderWriter
 
 _CLAIM = ".claim"
 
@@ -23,7 +23,7 @@ _CLAIM = ".claim"
 def folders(root: str) -> tuple[list[Folder], list[Damaged]]:
     """All folders of runs, the oldest first, and what is wrong with those that can't be read."""
     found, damaged = [], []
-    is_one = os.path.exists(os.path.join(root, MANIFEST))
+    is_one = os.path.isfile(os.path.join(root, MANIFEST))
     for name in ["."] if is_one else sorted(os.listdir(root)):
         path = os.path.normpath(os.path.join(root, name))
         try:
@@ -48,20 +48,20 @@ def begin(root: str, runs: Sequence[dict[str, Any]], group: str, exists: str) ->
     os.makedirs(root, exist_ok=True)
     names = [r["name"] for r in runs]
     with exclusive(os.path.join(root, _CLAIM)):
-        for folder in folders(root)[0]:
+        known = folders(root)[0]
+        latest = max((f.manifest["created_ns"] for f in known), default=0)
+        for folder in known:
             again = [n for n in names if n in folder.lanes]
             if again and exists == "error":
                 raise Taken(again[0])
-            if again and folder.state == "open":
-                raise Taken(again[0], "it is being written by another process, or another logger")
-            if again and exists == "overwrite":
-                _drop(folder, again)
+            if again:
+                _prepare(folder, again, exists)
         manifest = dict(
             format=FORMAT,
             state="open",
             group=group,
             created=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z",
-            created_ns=time.time_ns(),
+            created_ns=max(time.time_ns(), latest + 1),  # also if the clock was set back
             host=socket.gethostname(),
             process=os.getpid(),
             runs=list(runs),
@@ -69,15 +69,23 @@ def begin(root: str, runs: Sequence[dict[str, Any]], group: str, exists: str) ->
         return FolderWriter(os.path.join(root, _free_name(root, names)), manifest)
 
 
-def _drop(folder: Folder, names: list[str]) -> None:
-    """Remove runs from a folder; with its last run, the folder goes."""
-    if set(folder.lanes) <= set(names):
-        shutil.rmtree(folder.path)
-        return
-    for run in folder.manifest["runs"]:
-        if run["name"] in names:
-            run["dropped"] = True
-    write_small(os.path.join(folder.path, MANIFEST), folder.manifest)
+def _prepare(folder: Folder, names: list[str], exists: str) -> None:
+    """Make room for new runs of these names, if nobody writes to the old ones."""
+    lock = hold(os.path.join(folder.path, LOCK))
+    if lock is None:
+        raise Taken(names[0], "it is being written by another process, or another logger")
+    try:
+        folder.refresh()
+        if exists == "overwrite":
+            if set(folder.lanes) <= set(names):
+                shutil.rmtree(folder.path)
+                return
+            for run in folder.manifest["runs"]:
+                if run["name"] in names:
+                    run["dropped"] = True
+            write_small(os.path.join(folder.path, MANIFEST), folder.manifest)
+    finally:
+        lock.release()
 
 
 def _free_name(root: str, names: list[str]) -> str:

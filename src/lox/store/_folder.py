@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from .._errors import Damaged
 from ._lock import is_held
-from ._parquet import open_parquet, read_batches, read_parquet
+from ._parquet import read_batches, read_parquet, read_schema
 from ._scan import Damage, scan
 from ._small import read_small
 from ._table import Table
@@ -29,11 +29,20 @@ class Folder:
                 f"{path} has format {self.manifest['format']}; this lox reads {FORMAT}"
             )
 
+    def refresh(self) -> bool:
+        """Read the manifest again if the folder was not closed; has that changed?"""
+        if self.manifest["state"] == "closed" and "tables" in self.manifest:
+            return False
+        before, self.manifest = self.manifest, read_small(os.path.join(self.path, MANIFEST))
+        return self.manifest != before
+
     @property
     def state(self) -> str:
-        if self.manifest["state"] == "closed":
-            return "closed"
-        return "open" if is_held(os.path.join(self.path, LOCK)) else "crashed"
+        if self.manifest["state"] == "open":
+            if is_held(os.path.join(self.path, LOCK)):
+                return "open"
+            self.refresh()  # it may have been closed since
+        return "closed" if self.manifest["state"] == "closed" else "crashed"
 
     @property
     def lanes(self) -> dict[str, int]:
@@ -47,15 +56,18 @@ class Folder:
             try:
                 if "tables" in self.manifest:
                     return [ParquetSource(self.path, r) for r in self.manifest["tables"]]
-                return self._streams()
+                found = self._streams()
+                if not self.refresh():
+                    return found
             except FileNotFoundError:
-                self.manifest = read_small(os.path.join(self.path, MANIFEST))
+                if not self.refresh():
+                    break
         raise Damaged(f"{self.path}: a file that its manifest names is missing")
 
     def _streams(self) -> list[StreamSource | ParquetSource]:
-        live = self.manifest["state"] != "closed"
+        closed = self.manifest["state"] == "closed"
         sizes = self.stream_sizes().items()
-        sources = [StreamSource(os.path.join(self.path, n), size, live) for n, size in sizes]
+        sources = [StreamSource(os.path.join(self.path, n), size, closed) for n, size in sizes]
         return [s for s in sources if s.found.messages or s.damage]
 
     def stream_sizes(self) -> dict[str, int]:
@@ -74,8 +86,9 @@ class Folder:
 class StreamSource:
     """A table as a stream of batches."""
 
-    def __init__(self, path: str, at_least: int, live: bool):
-        self.path, self.found = path, scan(path, at_least, live)
+    def __init__(self, path: str, size: int, closed: bool):
+        self.path = path
+        self.found = scan(path, size, not closed, size if closed else None)
         self.table: Table | None = None
         if self.found.messages and self.found.messages[0][0] == 0:
             self.schema, batches = read_batches(self.found)
@@ -110,7 +123,7 @@ class ParquetSource:
         self.path, self.record = os.path.join(folder, record["file"]), record
         self.damage: list[Damage] = []
         try:
-            self.table: Table | None = Table.of_schema(open_parquet(self.path, record).schema_arrow)
+            self.table: Table | None = Table.of_schema(read_schema(self.path, record))
         except (Damaged, pa.ArrowException) as error:
             self.table = None
             self.damage.append(Damage(record["file"], 0, record["bytes"], str(error)))

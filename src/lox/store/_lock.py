@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,17 +22,40 @@ class Hold:
 
     def __init__(self, handle: int):
         self.handle = handle
+        _held.add(self)
 
     def release(self) -> None:
-        os.close(self.handle)
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
 
 
-def hold(path: str) -> Hold:
+_held: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    # A child made by fork shares its parent's locks, and would hold them after the parent's death.
+    for lock in list(_held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def hold(path: str) -> Hold | None:
+    """Take a lock, or None if another has it."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
     if fcntl is not None:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # a reader may be looking just now
-    os.ftruncate(handle, 0)
-    os.write(handle, str(os.getpid()).encode())
+        for attempt in range(5):  # somebody may be looking just now whether it is free
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.002 * attempt)
+        else:
+            os.close(handle)
+            return None
     return Hold(handle)
 
 

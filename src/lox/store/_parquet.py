@@ -7,6 +7,8 @@ checks only those.
 
 from __future__ import annotations
 
+import bisect
+import io
 import os
 import uuid
 from collections.abc import Iterator
@@ -26,12 +28,12 @@ GROUP_BYTES = 1 << 28
 _CODEC = "zstd"
 
 
-def compact_stream(source: str, target: str, runs: int) -> dict[str, Any] | None:
-    """Write the rows of a stream to a Parquet file. Returns its record for the manifest.
+def compact_stream(source: str, target: str, runs: int, size: int) -> dict[str, Any] | None:
+    """Write the rows of a stream, `size` bytes, to a Parquet file. Returns its record.
 
     None if there is nothing in it, not even a whole schema: the process died that early.
     """
-    found = scan(source, live=False)
+    found = scan(source, size, live=False, at_most=size)
     if found.damage:
         raise Damaged(f"{found.damage[0]}; it is left as it is")
     if not found.messages:
@@ -130,31 +132,74 @@ def _range(column: Any) -> tuple[int, int]:
     return min(s for s in starts if s), column.total_compressed_size
 
 
-def open_parquet(path: str, record: dict[str, Any]) -> pq.ParquetFile:
-    """The file, after a look at its size and its footer."""
-    data = contents(path)
-    start, digest = record["footer"]
-    if len(data) != record["bytes"]:
-        raise Damaged(f"{path} has {len(data)} bytes instead of {record['bytes']}")
-    if xxhash.xxh3_64_hexdigest(data[start:]) != digest:
-        raise Damaged(f"{path} is damaged: its footer does not fit its checksum")
-    return pq.ParquetFile(path, memory_map=True)
+class CheckedFile(io.RawIOBase):
+    """A Parquet file that gives out only bytes whose checksum was right, and reads no others."""
+
+    def __init__(self, path: str, record: dict[str, Any]):
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with this)
+        self.path, self._at, self._size = path, 0, record["bytes"]
+        size = os.fstat(self._file.fileno()).st_size
+        if size != self._size:
+            self._file.close()
+            raise Damaged(f"{path} has {size} bytes instead of {self._size}")
+        start, digest = record["footer"]
+        self._parts = [("its footer", start, self._size - start, digest)]
+        for name, chunks in record["chunks"].items():
+            self._parts += [(f"column {name!r}", *chunk) for chunk in chunks]
+        self._parts.sort(key=lambda part: part[1])
+        self._starts = [part[1] for part in self._parts]
+        self._latest = (-1, b"")  # a column is read in several pieces
+        self.footer = self._part(len(self._parts) - 1)
+
+    def _part(self, i: int) -> bytes:
+        if self._latest[0] != i:
+            what, start, size, digest = self._parts[i]
+            self._file.seek(start)
+            data = b"".join(iter(lambda: self._file.read(start + size - self._file.tell()), b""))
+            if xxhash.xxh3_64_hexdigest(data) != digest:
+                raise Damaged(f"{self.path} is damaged: {what} does not fit its checksum")
+            self._latest = (i, data)
+        return self._latest[1]
+
+    def read(self, size: int = -1) -> bytes:
+        i = bisect.bisect_right(self._starts, self._at) - 1
+        start = self._at - self._starts[i] if i >= 0 else -1
+        if i < 0 or start + size > self._parts[i][2]:
+            raise Damaged(f"{self.path}: its footer asks for bytes that are of no column")
+        self._at += size
+        return self._part(i)[start : start + size]
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = at + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def read_schema(path: str, record: dict[str, Any]) -> pa.Schema:
+    with CheckedFile(path, record) as file:
+        return pq.read_schema(pa.BufferReader(file.footer))
 
 
 def read_parquet(path: str, record: dict[str, Any], columns: list[str], run: int) -> pa.Table:
-    """Some columns of one run."""
-    file = open_parquet(path, record)
-    data = contents(path)
+    """Some columns of one run. Only their bytes are read, and each of them is checked."""
     groups = [g for g, (low, high) in enumerate(record["runs"]) if low <= run <= high]
-    wanted = {"run", "time", *columns}
-    for name, chunks in record["chunks"].items():
-        if name.removesuffix(".list.element") in wanted:
-            for g in groups:
-                start, size, digest = chunks[g]
-                if xxhash.xxh3_64_hexdigest(data[start : start + size]) != digest:
-                    raise Damaged(f"{path} is damaged: column {name!r} does not fit its checksum")
     order = ["run", "time", *columns]
-    table = file.read_row_groups(groups, columns=order).select(order)
+    with CheckedFile(path, record) as file:
+        metadata = pq.read_metadata(pa.BufferReader(file.footer))
+        reader = pq.ParquetFile(pa.PythonFile(file, "r"), metadata=metadata, pre_buffer=False)
+        table = reader.read_row_groups(groups, columns=order, use_threads=False).select(order)
     if any(low != high for low, high in (record["runs"][g] for g in groups)):
         table = table.filter(pa.compute.equal(table.column("run"), run))
     return table

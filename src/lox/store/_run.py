@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from .. import _errors
 from .._entry import Entry
 from .._errors import Damaged
-from .._event import structure
 from .._logdict import logdict
 from ._catalog import folders
 from ._folder import Folder, ParquetSource, StreamSource
+from ._frames import arrow_table, pandas_frame, polars_frame, xarray_dataset
+from ._join import Piece, joined
+from ._table import Table
 
 
 class Run:
@@ -43,14 +42,17 @@ class Run:
     def __init__(self, name: str, parts: list[tuple[Folder, int]]):
         self.name = name
         self._parts = parts  # more than one, if the run was resumed
-        folder, lane = parts[-1]
+        folder, self.lane = parts[-1]
         self.group: str = folder.manifest["group"]
         self.created: str = parts[0][0].manifest["created"]
         self.config: dict[str, Any] = {}
         for f, i in parts:
             self.config |= f.manifest["runs"][i]["config"]
-        self.state = folder.state
-        self.lane = lane
+
+    @property
+    def state(self) -> str:
+        """`"open"`, `"closed"` or `"crashed"`."""
+        return self._parts[-1][0].state
 
     @property
     def path(self) -> str:
@@ -93,35 +95,27 @@ class Run:
         self, wanted: list[str] | None = None, damaged: str = "error"
     ) -> dict[str, tuple[np.ndarray, Entry]]:
         """Each key as `load` has it, with the time of every event in nanoseconds."""
-        pieces: dict[str, list[tuple[np.ndarray, Entry]]] = {}
-        for table, data in self._read(wanted, damaged):
+        pieces: dict[str, list[Piece]] = {}
+        for part, table, data in self._read(wanted, damaged):
             time = data.column("time").to_numpy().astype(np.int64)
             for key in table.keys:
-                pieces.setdefault(key, []).append((time, table.entry(key, data)))
-        return {key: _joined(key, of_key) for key, of_key in pieces.items()}
+                pieces.setdefault(key, []).append(Piece(part, time, table.entry(key, data)))
+        return {key: joined(key, of_key) for key, of_key in pieces.items()}
 
     def to_arrow(self, keys: Iterable[str] | str | None = None) -> Any:
         """All rows as one Arrow table: time, steps, and a column for each key."""
-        from ._frames import arrow_table
-
         return arrow_table(self._read(self._wanted(keys), "error"))
 
     def to_pandas(self, keys: Iterable[str] | str | None = None) -> Any:
         """All rows as a pandas DataFrame. Integers with gaps are of a type that has gaps."""
-        from ._frames import pandas_frame
-
         return pandas_frame(self._read(self._wanted(keys), "error"))
 
     def to_polars(self, keys: Iterable[str] | str | None = None) -> Any:
         """All rows as a polars DataFrame."""
-        from ._frames import polars_frame
-
         return polars_frame(self.to_arrow(keys))
 
     def to_xarray(self, keys: Iterable[str] | str | None = None) -> Any:
         """What was logged as an xarray Dataset, steps as coordinates."""
-        from ._frames import xarray_dataset
-
         return xarray_dataset(self.load(keys), self.config)
 
     def _wanted(self, keys: Iterable[str] | str | None) -> list[str] | None:
@@ -135,13 +129,16 @@ class Run:
         return wanted
 
     def _sources(self) -> Iterator[tuple[StreamSource | ParquetSource, int]]:
-        for folder, lane in self._parts:
-            for source in folder.sources():
-                yield source, lane
+        return ((source, lane) for _, source, lane in self._numbered_sources())
 
-    def _read(self, wanted: list[str] | None, damaged: str) -> Iterator[tuple[Any, Any]]:
-        """Tables and their rows of this run, the oldest part first."""
-        for source, lane in self._sources():
+    def _numbered_sources(self) -> Iterator[tuple[int, StreamSource | ParquetSource, int]]:
+        for part, (folder, lane) in enumerate(self._parts):
+            for source in folder.sources():
+                yield part, source, lane
+
+    def _read(self, wanted: list[str] | None, damaged: str) -> Iterator[tuple[int, Table, Any]]:
+        """The number of the part, a table and its rows of this run; the oldest part first."""
+        for part, source, lane in self._numbered_sources():
             if source.damage and damaged != "skip":
                 raise Damaged(
                     f"run {self.name!r}: {source.damage[0]}. What is not damaged can be read with "
@@ -153,10 +150,10 @@ class Run:
             keys = [k for k in table.keys if wanted is None or k in wanted]
             if not keys:
                 continue
-            columns = [c.name for c in table.steps]
-            columns += [c.name for k in keys for c in table.columns_of(k)]
+            table = table.only(keys)
+            columns = [c.name for c in (*table.steps, *table.values)]
             try:
-                yield _only(table, keys), source.read(columns, lane)
+                yield part, table, source.read(columns, lane)
             except Damaged:
                 if damaged != "skip":
                     raise
@@ -164,47 +161,6 @@ class Run:
     def __repr__(self) -> str:
         keys = ", ".join(self.keys)
         return f"Run({self.name!r}, {self.state}, {self.rows} rows, keys: {keys})"
-
-
-def _only(table: Any, keys: list[str]) -> Any:
-    values = tuple(c for c in table.values if c.of in keys)
-    return dataclasses.replace(
-        table, values=values, trees=tuple(t for t in table.trees if t[0] in keys)
-    )
-
-
-def _joined(key: str, pieces: list[tuple[np.ndarray, Entry]]) -> tuple[np.ndarray, Entry]:
-    """The events of a key from several tables, in the order of their writing."""
-    _, first = pieces[0]
-    if len(pieces) == 1:
-        return pieces[0]
-    for _, other in pieces[1:]:
-        if set(other.steps) != set(first.steps):
-            names = tuple(first.steps), tuple(other.steps)
-            raise _errors.two_steps(key, *names, "an earlier write", "a later one")
-        if structure(other.value) != structure(first.value) or _shapes(other) != _shapes(first):
-            raise _errors.two_shapes(
-                key, _shapes(first), _shapes(other), "an earlier write", "a later one"
-            )
-    times = np.concatenate([t for t, _ in pieces])
-    order = np.argsort(times, kind="stable")
-    join = lambda *xs: _stack(xs)[order]
-    value = jax.tree.map(join, *(e.value for _, e in pieces))
-    steps = {name: join(*(e.steps[name] for _, e in pieces)) for name in first.steps}
-    return times[order], Entry(value, steps, first.layout)
-
-
-def _stack(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
-    """One array; of different dtypes, one that holds the numbers of all."""
-    kinds = {x.dtype for x in arrays}
-    if len(kinds) > 1:
-        wide = np.result_type(*(np.float32 if k.isbuiltin != 1 else k for k in kinds))
-        arrays = tuple(x.astype(wide) for x in arrays)
-    return np.concatenate(arrays)
-
-
-def _shapes(entry: Entry) -> str:
-    return ", ".join(str(x.shape[1:]) for x in jax.tree.leaves(entry.value))
 
 
 class Runs(list[Run]):

@@ -33,12 +33,13 @@ class Scan:
     torn: int  # bytes at the end of a write that never was finished
 
 
-def scan(path: str, at_least: int = 0, live: bool = True) -> Scan:
-    """Check every message of a stream. `at_least` bytes are known to have been there once.
+def scan(path: str, at_least: int = 0, live: bool = True, at_most: int | None = None) -> Scan:
+    """Check every message of a stream. `at_least` bytes are known to have been there once, and
+    what is behind `at_most` is of no interest.
 
     A file that is still written (`live`) is copied to memory: its writer may cut it.
     """
-    data = contents(path, live)
+    data = contents(path, live)[:at_most]
     messages, damage, torn = [], [], 0
     name, at = os.path.basename(path), 0
     while at < len(data):

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from .._errors import Damaged
+from ._append import naming
 
 
 def write_small(path: str, content: dict[str, Any], sync: bool = True) -> None:
@@ -20,11 +21,12 @@ def write_small(path: str, content: dict[str, Any], sync: bool = True) -> None:
     try:
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-            if sync:
-                os.fsync(handle)
+            with naming(path):
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(handle, rest) :]
+                if sync:
+                    os.fsync(handle)
         finally:
             os.close(handle)
         os.replace(temporary, path)

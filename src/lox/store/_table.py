@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,6 +49,11 @@ class Table:
     @property
     def keys(self) -> tuple[str, ...]:
         return tuple(key for key, _ in self.trees)
+
+    def only(self, keys: Sequence[str]) -> Table:
+        """The same with fewer keys."""
+        values = tuple(c for c in self.values if c.of in keys)
+        return Table(self.steps, values, tuple(t for t in self.trees if t[0] in keys))
 
     def columns_of(self, key: str) -> list[Column]:
         return [c for c in self.values if c.of == key]
@@ -111,9 +117,8 @@ class Flat:
         """The rows as a batch. `keep` tells which of the (runs, events) happened."""
         arrays = [s for _, s in self.steps]
         arrays += [x for _, _, leaves in self.keys for x in leaves]
-        events = arrays[0].shape[1]
-        run = np.repeat(lanes, events)
-        rows = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+        run = np.repeat(lanes, arrays[0].shape[1])
+        rows = [x.reshape(len(run), *x.shape[2:]) for x in arrays]
         if keep is not None:
             keep = np.flatnonzero(keep.reshape(-1))
             run, rows = run[keep], [x[keep] for x in rows]

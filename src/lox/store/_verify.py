@@ -11,8 +11,9 @@ import xxhash
 from .._errors import Damaged
 from ._catalog import folders
 from ._folder import Folder
+from ._lock import hold
 from ._scan import Damage, contents, scan
-from ._writer import MANIFEST, end_folder
+from ._writer import LOCK, MANIFEST, end_folder
 
 
 @dataclasses.dataclass
@@ -47,13 +48,11 @@ def verify_folder(folder: Folder) -> Report:
         else:
             for name, at_least in folder.stream_sizes().items():
                 path = os.path.join(folder.path, name)
-                seen = scan(path, at_least, live=True)
+                closed = folder.manifest["state"] == "closed"
+                seen = scan(path, at_least, live=True, at_most=at_least if closed else None)
                 report.files, report.bytes = report.files + 1, report.bytes + len(seen.data)
                 report.torn += seen.torn
                 report.damage += seen.damage
-                if folder.manifest["state"] == "closed" and len(seen.data) != at_least:
-                    end = (at_least, len(seen.data))
-                    report.damage.append(Damage(name, *end, "longer than when it was closed"))
     except (Damaged, FileNotFoundError) as error:
         report.damage.append(Damage(folder.path, 0, 0, str(error)))
     return report
@@ -78,16 +77,29 @@ def _check_parquet(path: str, record: dict, report: Report) -> None:
 def compact(root: str) -> Iterator[tuple[str, int, int]]:
     """Close what crashed, and turn streams into Parquet files. Yields path, bytes before, after."""
     for folder in folders(root)[0]:
-        if folder.state == "open" or "tables" in folder.manifest:
-            continue
-        before = folder_size(folder.path)
-        manifest = {k: v for k, v in folder.manifest.items() if k != "streams"}
-        for name in folder.stream_sizes():  # what was torn was never acknowledged
-            report = scan(os.path.join(folder.path, name), live=True)
-            if report.damage:
-                raise Damaged(f"{folder.path}: {report.damage[0]}")
-        end_folder(folder.path, manifest, compact=True)
-        yield folder.path, before, folder_size(folder.path)
+        lock = hold(os.path.join(folder.path, LOCK))
+        if lock is None:
+            continue  # it is being written
+        try:
+            folder.refresh()  # another may have done it meanwhile
+            if "tables" not in folder.manifest:
+                before = folder_size(folder.path)
+                _compact(folder)
+                yield folder.path, before, folder_size(folder.path)
+        finally:
+            lock.release()
+
+
+def _compact(folder: Folder) -> None:
+    closed = folder.manifest["state"] == "closed"
+    sizes = {}
+    for name, size in folder.stream_sizes().items():
+        found = scan(os.path.join(folder.path, name), size, at_most=size if closed else None)
+        if found.damage:
+            raise Damaged(f"{folder.path}: {found.damage[0]}")
+        sizes[name] = len(found.data) - found.torn  # what is torn was never acknowledged
+    manifest = {k: v for k, v in folder.manifest.items() if k != "streams"}
+    end_folder(folder.path, manifest, sizes, compact=True)
 
 
 def folder_size(path: str) -> int:

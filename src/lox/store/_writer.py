@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from typing import Any
@@ -25,7 +26,7 @@ from ._frame import BLANK, seal
 from ._lock import hold
 from ._parquet import compact_stream
 from ._small import write_small
-from ._table import Table, flat_tables
+from ._table import Flat, Table, flat_tables
 
 MANIFEST, SYNCED, LOCK = "manifest.json", "synced.json", "lock"
 FORMAT = 1
@@ -59,41 +60,72 @@ class FolderWriter:
         write_small(os.path.join(path, MANIFEST), manifest)
         self._streams: dict[Any, Stream] = {}
         self._all: list[Stream] = []
-        self._time = 0
-        self._mutex = threading.Lock()  # the syncing thread is the other one
+        self._made = 0
+        self._time = manifest["created_ns"]
+        self._synced: dict[str, int] = {}
+        self._writing, self._syncing = threading.Lock(), threading.Lock()
         self.closed = False
 
     def write(self, lanes: np.ndarray, logs: logdict) -> None:
         """Append the events of `logs`, which has an axis over these runs in front.
 
-        When it returns, all of it is with the operating system.
+        When it returns, all of it is with the operating system. If it fails, none of it is kept.
         """
-        self._time = max(time.time_ns(), self._time + 1)
-        for flat, mask in flat_tables(list(iterate_entries(logs))):
-            signature = flat.signature()
-            stream = self._streams.get(signature)
-            if stream is None or stream.file.torn:
-                stream = self._streams[signature] = self._new_stream(flat.table())
-            batch = flat.batch(stream.schema, lanes, self._time, mask)
-            if batch.num_rows:
-                stream.append(batch)
+        tables = flat_tables(list(iterate_entries(logs)))
+        with self._writing:
+            self._time = max(time.time_ns(), self._time + 1)
+            before: list[tuple[Stream, int]] = []
+            try:
+                for flat, mask in tables:
+                    stream = self._stream(flat)
+                    batch = flat.batch(stream.schema, lanes, self._time, mask)
+                    before.append((stream, stream.file.size))
+                    if batch.num_rows:
+                        stream.append(batch)
+            except BaseException:
+                for stream, size in before:
+                    with contextlib.suppress(OSError):
+                        if stream.file.size > size:
+                            stream.file.cut(size)
+                raise
 
-    def _new_stream(self, table: Table) -> Stream:
-        stream = Stream(os.path.join(self.path, f"{len(self._all)}.arrows"), table)
-        with self._mutex:
+    def _stream(self, flat: Flat) -> Stream:
+        signature = flat.signature()
+        stream = self._streams.get(signature)
+        if stream is None or stream.file.torn:
+            path = os.path.join(self.path, f"{self._made}.arrows")
+            self._made += 1
+            try:
+                stream = Stream(path, flat.table())
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
+            self._streams[signature] = stream
             self._all.append(stream)
         return stream
 
     def sync(self) -> None:
         """Bring to the disk what was written, and say there how much that is."""
-        with self._mutex:
-            streams = list(self._all)
-            if self.closed or all(s.file.synced == s.file.size for s in streams):
+        with self._syncing:
+            with self._writing:
+                sizes = {os.path.basename(s.file.path): s.file.size for s in self._all}
+                streams = list(self._all)
+            if self.closed or sizes == self._synced:
                 return
-            for s in streams:
-                s.file.sync()
-            sizes = {os.path.basename(s.file.path): s.file.synced for s in streams}
+            for stream in streams:
+                stream.file.sync()
             write_small(os.path.join(self.path, SYNCED), {"bytes": sizes})
+            self._synced = sizes
+
+    def drop(self, lane: int) -> None:
+        """Give up one of the runs; with the last one, the folder."""
+        runs = self.manifest["runs"]
+        runs[lane] = {**runs[lane], "dropped": True}
+        if all(r.get("dropped") for r in runs):
+            self.discard()
+        else:
+            write_small(os.path.join(self.path, MANIFEST), self.manifest)
 
     def close(self, compact: bool = True) -> None:
         """End the runs of this folder."""
@@ -101,39 +133,50 @@ class FolderWriter:
             return
         try:
             self.sync()
+            sizes = {os.path.basename(s.file.path): s.file.size for s in self._all}
             try:
-                end_folder(self.path, self.manifest, compact)
+                end_folder(self.path, self.manifest, sizes, compact)
             except (Damaged, OSError, pa.ArrowException):
                 if compact:  # the streams are as good, only larger
-                    end_folder(self.path, self.manifest, False)
+                    end_folder(self.path, self.manifest, sizes, False)
                 raise
         finally:
-            with self._mutex:
-                self.closed = True
-                for s in self._all:
-                    s.file.close()
+            self._release()
+
+    def discard(self) -> None:
+        """Remove the folder and all that is in it."""
+        if not self.closed:
+            self._release()
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _release(self) -> None:
+        with self._syncing, self._writing:
+            self.closed = True
+            for s in self._all:
+                s.file.close()
+            if self._lock is not None:
                 self._lock.release()
 
 
-def end_folder(path: str, manifest: dict[str, Any], compact: bool) -> None:
+def end_folder(path: str, manifest: dict[str, Any], sizes: dict[str, int], compact: bool) -> None:
     """Close a folder: its tables become Parquet files, and the manifest vouches for them.
 
-    Killed anywhere in between, the folder is as good as before: the streams go last.
+    `sizes` has how many bytes of each stream are good. Killed anywhere in between, the folder is as
+    good as before: the streams go last.
     """
-    streams = [n for n in os.listdir(path) if n.endswith(".arrows")]
-    streams.sort(key=lambda n: int(n.split(".")[0]))
-    tables = []
+    done = {**manifest, "state": "closed", "closed": now()}
     if compact:
-        for name in streams:
+        tables = []
+        for name, size in sizes.items():
             target = os.path.join(path, name.replace(".arrows", ".parquet"))
-            record = compact_stream(os.path.join(path, name), target, len(manifest["runs"]))
+            runs = len(manifest["runs"])
+            record = compact_stream(os.path.join(path, name), target, runs, size)
             tables += [] if record is None else [record]
-        done = {**manifest, "state": "closed", "closed": now(), "tables": tables}
+        done["tables"] = tables
     else:
-        sizes = {n: os.path.getsize(os.path.join(path, n)) for n in streams}
-        done = {**manifest, "state": "closed", "closed": now(), "streams": sizes}
+        done["streams"] = sizes
     write_small(os.path.join(path, MANIFEST), done)
-    for name in [*(streams if compact else ()), SYNCED]:
+    for name in [*(sizes if compact else ()), SYNCED]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, name))
 

@@ -1,0 +1,132 @@
+"""What it costs to watch and save a real training run: the PPO example, eight seeds in one program.
+
+Three compiled programs take turns: without logging; with SaveLogger and a live ConsoleLogger; and
+with `jax.debug.callback` and `wandb.log` in every update, as it is often done. Nothing that happens
+once is timed: compiling, beginning runs, ending them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import lox
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
+import ppo_seeds
+
+Row = tuple[str, str, str, bool | None]
+SEEDS, UPDATES, ROUNDS = 8, 100, 15
+SETTINGS = ppo_seeds.Settings(updates=UPDATES)
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[Any]:
+    """A file that is a terminal, whose output is read and thrown away."""
+    ours, theirs = os.openpty()
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while os.read(ours, 65536):
+                pass
+
+    reader = threading.Thread(target=drain, daemon=True)
+    reader.start()
+    with os.fdopen(theirs, "w") as file:
+        yield file
+    reader.join()
+    os.close(ours)
+
+
+def by_callback(runs: list[Any], lane: Any) -> Callable[..., None]:
+    """Stands in for `lox.log`: each seed sends each update to its own run in W&B."""
+
+    def send(lane: Any, step: Any, data: dict[str, Any]) -> None:
+        runs[int(lane)].log({k: float(v) for k, v in data.items()}, step=int(step))
+
+    return lambda data, step: jax.debug.callback(send, lane, step, data)
+
+
+def ppo_overhead() -> Iterator[Row]:
+    import wandb
+
+    keys, lanes = jax.random.split(jax.random.key(0), SEEDS), jnp.arange(SEEDS)
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(tempfile.TemporaryDirectory())
+        console = lox.loggers.ConsoleLogger(
+            total=UPDATES, file=stack.enter_context(terminal())
+        )
+        save = lox.loggers.SaveLogger(os.path.join(path, "runs"))
+        logger = stack.enter_context(lox.loggers.MultiLogger(console, save))
+        states = jax.vmap(lambda key: logger.init(key, name="ppo-{lane}", config=SETTINGS))(keys)
+        options = dict(project="bench", mode="offline", dir=path, settings={"silent": True})
+        runs = [wandb.init(**options, reinit="create_new") for _ in range(SEEDS)]
+        for run in runs:
+            stack.callback(run.finish)
+
+        def bare(key):
+            return ppo_seeds.train(key, SETTINGS)
+
+        def ours(key, state):
+            return logger.tap(ppo_seeds.train, state, every=10)(key, SETTINGS)
+
+        def theirs(key, lane):
+            with mock.patch.object(lox, "log", by_callback(runs, lane)):
+                return ppo_seeds.train(key, SETTINGS)
+
+        a, b, c = in_turns(
+            compiled(bare, keys), compiled(ours, keys, states), compiled(theirs, keys, lanes)
+        )
+    yield from report(a, b, c)
+
+
+def compiled(fun: Callable, *args: Any) -> Callable[[], Any]:
+    program = jax.jit(jax.vmap(fun)).lower(*args).compile()
+    return lambda: program(*args)
+
+
+def in_turns(*variants: Callable[[], Any]) -> list[list[float]]:
+    """Seconds of each variant in each round, host calls included."""
+    times: list[list[float]] = [[] for _ in variants]
+    for i in range(-1, ROUNDS):  # a round to warm up
+        for k in sorted(range(len(variants)), reverse=bool(i % 2)):
+            start = time.perf_counter()
+            jax.block_until_ready(variants[k]())
+            jax.effects_barrier()
+            if i >= 0:
+                times[k].append(time.perf_counter() - start)
+    return times
+
+
+def report(a: list[float], b: list[float], c: list[float]) -> Iterator[Row]:
+    """Ratios within each round: what slows the machine down for a while is in both numbers."""
+    ratio = statistics.median(y / x for x, y in zip(a, b))
+    times = " / ".join(f"{statistics.median(t) / UPDATES * 1e3:.2f}" for t in (b, a))
+    what = "PPO, 8 seeds: SaveLogger + ConsoleLogger, every=10 / no logging"
+    yield what, f"{ratio:.3f} ({times} ms an update)", "≤ 1.05", ratio <= 1.05
+    mine, others = (statistics.median(y - x for x, y in zip(a, t)) for t in (b, c))
+    costs = f"{others / UPDATES * 1e3:.2f} ms an update to {mine / UPDATES * 1e3:.2f}"
+    what = "PPO, 8 seeds: overhead of debug.callback + wandb.log / ours"
+    times_more = f"{others / mine:.1f}" if mine > 0 else "∞"
+    yield what, f"{times_more} ({costs})", "≥ 5", others >= 5 * mine
+    print(sorted(round(y/x,3) for x,y in zip(a,b)), sorted(round(y/x,3) for x,y in zip(a,c)))
+
+
+ROWS = (ppo_overhead,)
+
+if __name__ == "__main__":
+    for rows in ROWS:
+        for line in rows():
+            print(*line, sep=" | ")
