@@ -21,13 +21,13 @@ PYTHON_NEW := $(shell for p in python3.12 python3.13 python3.14 python3 \
   && { echo "$$p"; break; }; done)
 endif
 
-.PHONY: help demo test lint check test-new bench docs clean
+.PHONY: help demo test lint check test-new soak bench docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 12
 
-demo: $(INSTALLED)  ## train a small classifier with eight seeds, and draw its curves
-	$(PY) examples/train_digits.py
+demo: $(INSTALLED)  ## train eight agents in one program: live table, saved runs, a plot
+	$(PY) examples/ppo_seeds.py
 
 test: lint check test-new  ## every check: lint, types, tests, tests on the newest JAX
 
@@ -39,14 +39,18 @@ lint: $(INSTALLED)  ## ruff and mypy
 check: $(INSTALLED) lint  ## the tests, on Python 3.11 and JAX 0.10 if that is what .venv holds
 	$(PY) -m pytest -q -n $(WORKERS)
 
+soak: $(INSTALLED)  ## the kill tests, for longer: KILLS=2000
+	LOX_KILLS=$(or $(KILLS),1000) $(PY) -m pytest -q -n $(WORKERS) tests/test_faults.py
+
 bench: $(INSTALLED)  ## speed and memory, as ratios
+	$(PY) $(PIP) -c constraints.txt -e '.[bench]'
 	$(PY) benchmarks/run.py
 
 docs: $(INSTALLED)  ## write docs/reference.md from the docstrings
 	$(PY) docs/build_reference.py
 
 clean:  ## remove environments, caches and outputs
-	rm -rf $(VENV) $(NEW) examples/out build dist src/*.egg-info
+	rm -rf $(VENV) $(NEW) examples/out .lox build dist src/*.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

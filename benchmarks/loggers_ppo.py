@@ -54,9 +54,21 @@ def by_callback(runs: list[Any], lane: Any) -> Callable[..., None]:
     """Stands in for `lox.log`: each seed sends each update to its own run in W&B."""
 
     def send(lane: Any, step: Any, data: dict[str, Any]) -> None:
-        runs[int(lane)].log({k: float(v) for k, v in data.items()}, step=int(step))
+        # The step as a value: W&B would drop rows of the next round, whose steps begin anew.
+        runs[int(lane)].log({"step": int(step)} | {k: float(v) for k, v in data.items()})
 
     return lambda data, step: jax.debug.callback(send, lane, step, data)
+
+
+class Timed(lox.loggers.MultiLogger):
+    """Knows how long the program has waited for it: no less than that is its overhead."""
+
+    waited = 0.0
+
+    def host_write(self, *args: Any) -> None:
+        start = time.perf_counter()
+        super().host_write(*args)
+        self.waited += time.perf_counter() - start
 
 
 def ppo_overhead() -> Iterator[Row]:
@@ -65,11 +77,10 @@ def ppo_overhead() -> Iterator[Row]:
     keys, lanes = jax.random.split(jax.random.key(0), SEEDS), jnp.arange(SEEDS)
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(tempfile.TemporaryDirectory())
-        console = lox.loggers.ConsoleLogger(
-            total=UPDATES, file=stack.enter_context(terminal())
-        )
+        screen = stack.enter_context(terminal())
+        console = lox.loggers.ConsoleLogger(total=UPDATES, file=screen)
         save = lox.loggers.SaveLogger(os.path.join(path, "runs"))
-        logger = stack.enter_context(lox.loggers.MultiLogger(console, save))
+        logger = stack.enter_context(Timed(console, save))
         states = jax.vmap(lambda key: logger.init(key, name="ppo-{lane}", config=SETTINGS))(keys)
         options = dict(project="bench", mode="offline", dir=path, settings={"silent": True})
         runs = [wandb.init(**options, reinit="create_new") for _ in range(SEEDS)]
@@ -86,10 +97,10 @@ def ppo_overhead() -> Iterator[Row]:
             with mock.patch.object(lox, "log", by_callback(runs, lane)):
                 return ppo_seeds.train(key, SETTINGS)
 
-        a, b, c = in_turns(
-            compiled(bare, keys), compiled(ours, keys, states), compiled(theirs, keys, lanes)
-        )
-    yield from report(a, b, c)
+        programs = compiled(bare, keys), compiled(ours, keys, states), compiled(theirs, keys, lanes)
+        a, b, c = in_turns(*programs)
+        waited = logger.waited / (ROUNDS + 1)
+    yield from report(a, b, c, waited)
 
 
 def compiled(fun: Callable, *args: Any) -> Callable[[], Any]:
@@ -98,30 +109,29 @@ def compiled(fun: Callable, *args: Any) -> Callable[[], Any]:
 
 
 def in_turns(*variants: Callable[[], Any]) -> list[list[float]]:
-    """Seconds of each variant in each round, host calls included."""
+    """Seconds of each variant in each round, host calls included. The first round warms up."""
     times: list[list[float]] = [[] for _ in variants]
-    for i in range(-1, ROUNDS):  # a round to warm up
+    for i in range(ROUNDS + 1):
         for k in sorted(range(len(variants)), reverse=bool(i % 2)):
             start = time.perf_counter()
             jax.block_until_ready(variants[k]())
             jax.effects_barrier()
-            if i >= 0:
-                times[k].append(time.perf_counter() - start)
-    return times
+            times[k].append(time.perf_counter() - start)
+    return [t[1:] for t in times]
 
 
-def report(a: list[float], b: list[float], c: list[float]) -> Iterator[Row]:
-    """Ratios within each round: what slows the machine down for a while is in both numbers."""
+def report(a: list[float], b: list[float], c: list[float], waited: float) -> Iterator[Row]:
+    """Medians over rounds of what differs within a round: a slow moment is in all its numbers."""
+    an_update = lambda seconds: f"{seconds / UPDATES * 1e3:.2f}"
     ratio = statistics.median(y / x for x, y in zip(a, b))
-    times = " / ".join(f"{statistics.median(t) / UPDATES * 1e3:.2f}" for t in (b, a))
+    detail = f"({an_update(statistics.median(a))} ms an update without)"
     what = "PPO, 8 seeds: SaveLogger + ConsoleLogger, every=10 / no logging"
-    yield what, f"{ratio:.3f} ({times} ms an update)", "≤ 1.05", ratio <= 1.05
+    yield what, f"{ratio:.3f} {detail}", "≤ 1.05", ratio <= 1.05
     mine, others = (statistics.median(y - x for x, y in zip(a, t)) for t in (b, c))
-    costs = f"{others / UPDATES * 1e3:.2f} ms an update to {mine / UPDATES * 1e3:.2f}"
-    what = "PPO, 8 seeds: overhead of debug.callback + wandb.log / ours"
-    times_more = f"{others / mine:.1f}" if mine > 0 else "∞"
-    yield what, f"{times_more} ({costs})", "≥ 5", others >= 5 * mine
-    print(sorted(round(y/x,3) for x,y in zip(a,b)), sorted(round(y/x,3) for x,y in zip(a,c)))
+    mine = max(mine, waited)
+    detail = f"({an_update(others)} ms an update to {an_update(mine)})"
+    what = "PPO, 8 seeds: overhead of debug.callback + wandb.log in every update / ours"
+    yield what, f"{others / mine:.0f} {detail}", "≥ 5", others >= 5 * mine
 
 
 ROWS = (ppo_overhead,)

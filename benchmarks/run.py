@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from _measure import compiled_bytes, once, optimised_hlo, race
 from jax import lax
 
+import loggers_ppo
+import loggers_store
+
 import lox
 
 Row = tuple[str, str, str, bool | None]  # what, measured, target, met
@@ -268,7 +271,7 @@ def main() -> None:
     versions = f"Python {platform.python_version()}, JAX {jax.__version__}"
     print(f"{device.platform} ({device.device_kind}), {versions}\n", flush=True)
     print("| what | measured | target | |\n| --- | --- | --- | --- |", flush=True)
-    for rows in ROWS:
+    for rows in [*ROWS, *loggers_store.ROWS, *loggers_ppo.ROWS]:
         if words and not any(w in rows.__name__ for w in words):
             continue
         for what, measured, target, met in rows():

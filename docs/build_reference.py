@@ -18,23 +18,26 @@ from typing import Any
 
 import logify
 import lox
+import lox.store
+import lox.wandb
 
 PATH = pathlib.Path(__file__).resolve().parent / "reference.md"
-PACKAGES = (lox, logify)
+PACKAGES = (lox, lox.store, lox.wandb, logify)
 WIDTH = 92
 
 HEAD = """\
 # Reference
 
-Every public name of `lox` and `logify`. Written from the docstrings by `make docs`; the examples
+Every public name of `lox` and `logify`. Loggers are also in `lox.loggers`. Written from the docstrings by `make docs`; the examples
 run in the tests.
 """
 
 
 def public(module: types.ModuleType) -> dict[str, Any]:
     """The public functions and classes of a package, in the order of its `__init__`."""
-    names = [n for n in vars(module) if not n.startswith("_")]
-    ours = lambda x: getattr(x, "__module__", "").split(".")[0] == module.__name__
+    names = getattr(module, "__all__", [n for n in vars(module) if not n.startswith("_")])
+    top = module.__name__.split(".")[0]
+    ours = lambda x: getattr(x, "__module__", "").split(".")[0] == top
     return {
         n: vars(module)[n] for n in names if callable(vars(module)[n]) and ours(vars(module)[n])
     }

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import os
 import pathlib
 
 import jax
@@ -223,7 +222,7 @@ def main(settings: Settings, seeds: int, out: pathlib.Path, wandb: bool = False)
     figure.savefig(out / "ppo_seeds.png", dpi=150)
 
     last = logs["return"][:, -10:].mean(1)
-    here = os.path.relpath(out)
+    here = out.relative_to(pathlib.Path.cwd()) if out.is_relative_to(pathlib.Path.cwd()) else out
     print(f"return   {last.mean():.0f} ± {last.std():.0f} in the last updates, 500 is the most")
     print(f"picture  {here}/ppo_seeds.png")
     print(f"runs     {here}/runs; see them with")

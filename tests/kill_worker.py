@@ -58,7 +58,7 @@ def expected(count: int, lane: int = 0) -> dict[str, Any]:
 
 
 def ids(lanes: int = 1, key: int = 0) -> np.ndarray:
-    rows = [[0, key, lane] for lane in range(lanes)]
+    rows = [[0, key, lane, 0] for lane in range(lanes)]  # the key's words, the lane, no flags
     return np.array(rows, np.uint32)
 
 
@@ -164,11 +164,11 @@ def job_limit(ack: Acknowledge, root: str, limit: int, count: int) -> None:
     ack("closed")
 
 
-def job_exit(ack: Acknowledge, root: str, how: str, count: int) -> None:
+def job_exit(ack: Acknowledge, root: str, how: str, count: int, name: str = "r{lane}") -> None:
     logger = lox.SaveLogger(root)
-    open_runs(logger)
+    open_runs(logger, name=name)
     for i in range(count):
-        write(logger, i)
+        write(logger, i, name=name)
         ack(i)
     leave(how)
 

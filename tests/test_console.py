@@ -145,8 +145,8 @@ def test_what_is_not_finite_is_counted_and_red():
     assert inf.mean == np.inf
     frame = _board_view.frame(board.snapshot(), 120)
     red = [text.strip() for line in frame.lines for text, style in line if style == "bad"]
-    assert {"1 of 3 not finite", "nan", "inf"} <= set(red)
-    assert "(1 of 3 not finite)" in _board_view.line(board.snapshot())
+    assert {"1/3 not finite", "nan", "inf"} <= set(red)
+    assert "(1/3 not finite)" in _board_view.line(board.snapshot())
     assert '<span class="bad">nan</span>' in _board_view.html(board.snapshot())
 
 

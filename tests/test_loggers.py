@@ -195,6 +195,43 @@ def test_one_host_call_for_each_write(lanes):
     logger.close()
 
 
+def test_log_calls_in_a_function_keep_their_order():
+    logger = Memory()
+    state = logger.init(KEYS[0], name="run")
+
+    @jax.jit
+    def program(x):
+        for i in range(20):
+            logger.log(state, {"i": x + i})
+
+        def step(c, k):
+            for j in range(3):
+                logger.log(state, {"k": 3 * k + j})
+            return c, None
+
+        return jax.lax.scan(step, x, jnp.arange(4))[0]
+
+    program(0)
+    logger.close()
+    np.testing.assert_array_equal(logger.load("run")["i"], np.arange(20))
+    np.testing.assert_array_equal(logger.load("run")["k"], np.arange(12))
+
+
+def test_one_failing_run_takes_no_other_with_it():
+    class Picky(Memory):
+        def write_run(self, run, logs):
+            if run == "r1":
+                raise OSError(5, "bad sector")
+            super().write_run(run, logs)
+
+    logger = Picky()
+    states = jax.vmap(lambda k: logger.init(k, name="r{lane}"))(KEYS)
+    logger.log(states, {"x": jnp.arange(3.0)})
+    with pytest.raises(OSError, match="bad sector"):
+        logger.close()
+    assert [len(logger.writes[f"r{i}"]) for i in range(3)] == [1, 0, 1]
+
+
 # --- the state ----------------------------------------------------------------------------------
 
 

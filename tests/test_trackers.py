@@ -183,9 +183,14 @@ class Tracker:
         return self.read(name)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, pathlib.Path]:
+    return {kind: tmp_path_factory.mktemp(kind) for kind in MAKE}
+
+
 @pytest.fixture(scope="module", params=MAKE)
-def tracker(request, tmp_path_factory) -> Tracker:
-    return Tracker(request.param, tmp_path_factory.mktemp(request.param))
+def tracker(request, folders) -> Tracker:
+    return Tracker(request.param, folders[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -556,10 +561,10 @@ def test_wandb_names_what_goes_elsewhere(name):
         WandbLogger(**{name: "x"})
 
 
-def test_mlflow_names_once_what_it_can_not_hold(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("arrays")
+def test_mlflow_names_once_what_it_can_not_hold(folders):
+    folder = folders["mlflow"]
     logger = MAKE["mlflow"](folder)
-    state = logger.init(jax.random.key(0), name="a")
+    state = logger.init(jax.random.key(0), name="arrays")
     logs = [at(step, h=np.zeros(3, np.float32), a=1.0) for step in range(3)]
     named = r"MLflowLogger can't hold 'h' \(float32\[3\]\)"
     with pytest.warns(RuntimeWarning, match=named) as seen:  # noqa: PT031
@@ -567,8 +572,8 @@ def test_mlflow_names_once_what_it_can_not_hold(tmp_path_factory):
             logger.log(state, one)
         logger.close()
     assert len(seen) == 1
-    assert mlflow_events(folder, "a") == {"a": [(0, 1.0), (1, 1.0), (2, 1.0)]}
-    assert mlflow_run(folder, "a")[1].info.status == "FINISHED"
+    assert mlflow_events(folder, "arrays") == {"a": [(0, 1.0), (1, 1.0), (2, 1.0)]}
+    assert mlflow_run(folder, "arrays")[1].info.status == "FINISHED"
     many = lox.logdict({"a": np.arange(2500.0)}, step=np.arange(2500))
     assert len(Tracker("mlflow", folder).logged("many", many)["a"]) == 2500
 

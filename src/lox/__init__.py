@@ -20,8 +20,14 @@ from ._save import save as save
 from ._transform import nolog as nolog
 from ._transform import spool as spool
 from ._transform import tap as tap
+from .loggers import ConsoleLogger as ConsoleLogger
+from .loggers import CSVLogger as CSVLogger
+from .loggers import Logger as Logger
 from .loggers import LoggerState as LoggerState
+from .loggers import MLflowLogger as MLflowLogger
 from .loggers import MultiLogger as MultiLogger
 from .loggers import SaveLogger as SaveLogger
+from .loggers import TensorBoardLogger as TensorBoardLogger
+from .loggers import WandbLogger as WandbLogger
 
 __version__ = "0.1.0"

@@ -29,7 +29,7 @@ def runs(path: str | os.PathLike[str] = "./.lox") -> Any:
     Runs can be read while they are written. `runs(path).damaged` has what is wrong with folders
     that can't be read at all.
     """
-    from .store import find_runs
+    from .store._run import find_runs
 
     return find_runs(path)
 
@@ -53,7 +53,7 @@ def replay(run: Any, logger: Any, rows: int = 10_000) -> None:
     - `logger`: any logger. The run has the same name and config there.
     - `rows`: about how many events of each key are sent at a time.
     """
-    from .store import send_run
+    from .store._replay import send_run
 
     for one in [run] if not isinstance(run, Iterable) else run:
         send_run(one, logger, rows)

@@ -20,6 +20,8 @@ from .loggers import _program
 from .loggers._state import LoggerState
 from .loggers._wandb import WandbLogger as WandbLogger
 
+__all__ = ["WandbLogger", "WandbRun", "finish", "init", "log"]
+
 _loggers: dict[str, WandbLogger] = {}  # by the options they were made with
 _ending: list[WandbRun] = []  # runs that a compiled program has ended
 
@@ -27,7 +29,15 @@ _ending: list[WandbRun] = []  # runs that a compiled program has ended
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WandbRun(LoggerState):
-    """A run in W&B. A pytree, as the states of all loggers are."""
+    """A run in W&B. A pytree, as the states of all loggers are.
+
+    >>> import jax, lox.wandb, tempfile
+    >>> offline = dict(mode="offline", dir=tempfile.mkdtemp(), settings={"silent": True})
+    >>> run = lox.wandb.init(jax.random.key(0), name="first", **offline)
+    >>> run.name, run.id.dtype
+    ('first', dtype('uint32'))
+    >>> lox.wandb.finish(run)
+    """
 
     options: str = dataclasses.field(default="", metadata=dict(static=True))
 
@@ -66,19 +76,33 @@ def init(key: Any, name: str | None = None, config: Any = None, **options: Any) 
 
 
 def log(run: WandbRun, logs: Any, prefix: str = "") -> None:
-    """Write a logdict (or a dict) to a run."""
+    """Write a logdict (or a dict) to a run.
+
+    >>> import jax, lox.wandb, tempfile
+    >>> offline = dict(mode="offline", dir=tempfile.mkdtemp(), settings={"silent": True})
+    >>> run = lox.wandb.init(jax.random.key(0), name="first", **offline)
+    >>> lox.wandb.log(run, lox.logdict({"loss": 0.5}, step=10))
+    >>> lox.wandb.finish(run)
+    """
     run.logger.log(run, logs, prefix)
 
 
 def finish(run: WandbRun) -> None:
-    """End a run. Inside of a program, it ends after the program: at the next call from outside."""
+    """End a run. Inside of a program, it ends after the program: at the next call from outside.
+
+    >>> import jax, lox.wandb, tempfile
+    >>> offline = dict(mode="offline", dir=tempfile.mkdtemp(), settings={"silent": True})
+    >>> lox.wandb.finish(lox.wandb.init(jax.random.key(0), name="empty", **offline))
+    """
     if _program.is_eager(run.id):
         _ending.append(run)
         _end_those_that_wait()
         return
 
+    name, kind, options = run.name, run.kind, run.options  # the id is that of a trace
+
     def receive(logs: logdict, ids: np.ndarray) -> None:
-        _ending.append(dataclasses.replace(run, id=ids))
+        _ending.append(WandbRun(ids, name, kind, options))
 
     # What is sent from a program has no order: the last logs may come after this.
     _program.send(logdict({"finish": np.int32(0)}), run.id, receive)

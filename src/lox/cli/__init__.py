@@ -85,7 +85,7 @@ def _failed(error: Exception) -> int:
     text, code = message(error), FAILED
     if isinstance(error, Damaged):
         code = DAMAGED
-    elif isinstance(error, Mistake | OSError | ImportError):
+    elif isinstance(error, Mistake | OSError) or "pip install" in text:
         code = MISTAKE
     else:
         text = f"{type(error).__name__}: {text}\n(LOX_DEBUG=1 shows where)"

@@ -24,26 +24,29 @@ def run(args: argparse.Namespace) -> int:
     from .._errors import Damaged
     from ..store import compact
     from ..store._catalog import folders
+    from ..store._verify import folder_size
 
     root = folder(args.path)
     found, failed = folders(root)
     if not found and not failed:
         raise Mistake(f"there are no runs in {root}")
-    before = after = done = 0
-    with out.progress("compacting", len(found), len(found) > 1) as advance:
-        for one in found:
+    sizes = [folder_size(one.path) for one in found]
+    done: list[tuple[str, int, int]] = []
+    with out.progress("compacting", sum(sizes), sum(sizes) > out.LONG) as advance:
+        for one, size in zip(found, sizes):
             try:
-                for path, old, new in compact(one.path):  # each by itself: one may be damaged
-                    _print(path, old, new)
-                    before, after, done = before + old, after + new, done + 1
+                done += compact(one.path)  # each by itself: one may be damaged
             except Damaged as error:
                 failed.append(error)
-            advance(1)
+            advance(size)
+    for path, old, new in done:
+        _print(path, old, new)
     for why in failed:
         out.note(f"lox: {message(why)}", out.RED)
     busy = sum(one.state == "open" for one in found)
-    text = f"{done} of {len(found)} folders" if done else "nothing to do"
-    text += f", {out.size(before)} → {out.size(after)}" if done > 1 else ""
+    text = f"{len(done)} of {len(found)} folders" if done else "nothing to do"
+    before, after = (sum(one[i] for one in done) for i in (1, 2))
+    text += f", {out.size(before)} → {out.size(after)}" if len(done) > 1 else ""
     out.note(text + (f"; {busy} being written" if busy else ""))
     return DAMAGED if failed else 0
 

@@ -28,6 +28,7 @@ EXAMPLES = (
     "lox export ppo --to wandb --project digits",
     "lox export ppo-0 --to json -o -",
 )
+LONG = 50_000  # rows after which it takes long enough to show how far it is
 FILES = ("parquet", "arrow", "json")
 TRACKERS = {"csv": ".", "tensorboard": "./runs", "wandb": "."}  # and where they write by default
 
@@ -68,16 +69,18 @@ class Chosen:
 
 
 def _to_files(chosen: list[Chosen], args: Any) -> None:
-    with out.progress("exporting", len(chosen), len(chosen) > 1) as advance:
-        for one in chosen:
-            target = _target(one.name, args.to, args.output, several=len(chosen) > 1)
-            if target == "-":
-                print(_json(one))
-            else:
-                _check_free(target, args.force)
-                _whole(target, functools.partial(_write_file, one, args.to))
-                print(target)
-            advance(1)
+    targets = [_target(one.name, args.to, args.output, len(chosen) > 1) for one in chosen]
+    if targets == ["-"]:
+        print(_json(chosen[0]))
+        return
+    for target in targets:
+        _check_free(target, args.force)
+    rows = [one.run.rows for one in chosen]
+    with out.progress("exporting", sum(rows), sum(rows) > LONG) as advance:
+        for one, target, count in zip(chosen, targets, rows):
+            _whole(target, functools.partial(_write_file, one, args.to))
+            advance(count)
+    print(*targets, sep="\n")
 
 
 def _target(name: str, kind: str, output: str | None, several: bool) -> str:
@@ -157,23 +160,32 @@ def _in_utc(table: Any) -> Any:
 
 
 def _to_tracker(chosen: list[Chosen], args: Any) -> None:
+    from ..loggers._values import safe_name
+
     one_file = args.to == "csv" and args.output and args.output.endswith(".csv")
     if one_file and len(chosen) == 1:
         _check_free(args.output, args.force)
         _one_csv(chosen[0], args.output)
         return
     target = args.output or TRACKERS[args.to]
-    rows = sum(one.run.rows for one in chosen)
+    rows = {one.name: one.run.rows for one in chosen}
+    total = sum(rows.values())
     groups: dict[str, list[Chosen]] = {}
     for one in chosen:
         groups.setdefault(one.run.group, []).append(one)
-    with out.progress("exporting", rows, rows > 10_000) as advance:
+    with out.progress("exporting", total, total > LONG) as advance:
         for group, members in groups.items():
             with _logger(args, target, group) as logger:
                 for one in members:
                     _send(one, logger)
-                    advance(one.run.rows)
-    print(target)
+                    advance(rows[one.name])
+    if args.to == "wandb":
+        print(os.path.join(target, "wandb"))
+        out.note("`wandb sync` sends them to W&B")
+        return
+    ending = ".csv" if args.to == "csv" else ""
+    for one in chosen:
+        print(os.path.join(target, safe_name(one.name) + ending))
 
 
 def _one_csv(one: Chosen, target: str) -> None:

@@ -33,9 +33,9 @@ def find(name: str, path: str | None = None) -> Any:
     """The runs that an argument means. At least one."""
     import pyarrow.compute  # noqa: F401 (the readers of the store expect it)
 
-    from ..store import find_runs
+    from .._runs import runs
 
-    known = find_runs(folder(path)) if path or os.path.isdir(DEFAULT) else None
+    known = runs(folder(path)) if path or os.path.isdir(DEFAULT) else None
     found = _named(known, name) if known is not None else []
     if not found and path is None:
         found = _at(name)
@@ -51,16 +51,16 @@ def _named(known: Any, name: str) -> Any:
 
 def _at(path: str) -> Any:
     """The runs of `folder`, of `folder/folder of a run`, or those of `folder/name`."""
-    from ..store import find_runs
+    from .._runs import runs
 
     here = os.path.normpath(path)
     above, name = os.path.split(here)
     if os.path.exists(os.path.join(here, "manifest.json")):
         # All of the runs, if they go on in other folders too.
-        return [r for r in find_runs(above or ".") if here in map(os.path.normpath, parts(r))]
+        return [r for r in runs(above or ".") if here in map(os.path.normpath, parts(r))]
     if os.path.isdir(here):
-        return find_runs(folder(here))
-    return _named(find_runs(folder(above)), name) if above and os.path.isdir(above) else []
+        return runs(folder(here))
+    return _named(runs(folder(above)), name) if above and os.path.isdir(above) else []
 
 
 def parts(run: Any) -> list[str]:

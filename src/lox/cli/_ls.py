@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 def summaries(root: str) -> list[Summary]:
     """What is to be said of each run. Every folder is opened once, however many runs it has."""
-    from ..store import find_runs
+    from .._runs import runs
 
-    known = find_runs(root)
+    known = runs(root)
     tables: dict[str, Any] = {}
     found = []
     for r in known:
@@ -114,13 +114,13 @@ def _add(summary: Summary, tables: _Tables, lane: int) -> None:
 def _print(found: list[Summary]) -> None:
     columns = [
         out.Column("name", fold=True),
-        out.Column("group"),
+        out.Column("group", drop=2),
         out.Column("state"),
         out.Column("rows", right=True),
-        out.Column("keys", right=True),
-        out.Column("created", narrow=False),
+        out.Column("keys", right=True, drop=1),
+        out.Column("created", drop=4),
         out.Column("age", right=True),
-        out.Column("size", right=True),
+        out.Column("size", right=True, drop=3),
     ]
     rows: list[list[str | out.Cell]] = []
     for s in found:

@@ -31,11 +31,11 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table. `narrow=False`: it is left out where there is little room."""
+    """A column of a table. Where there is little room, those with the largest `drop` go first."""
 
     title: str
     right: bool = False
-    narrow: bool = True
+    drop: int = 0  # 0: it stays
     fold: bool = False  # goes on in the next line if there is no room; others keep theirs
 
 
@@ -58,17 +58,29 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> No
     from rich.text import Text
 
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=DIM)
-    shown = [i for i, c in enumerate(columns) if c.narrow or width() >= 100]
+    shown = _that_fit(columns, cells)
     for i in shown:
         c = columns[i]
         side: Any = "right" if c.right else "left"
         overflow: Any = "fold" if c.fold else "ellipsis"
-        least = min(8, max((len(row[i].text) for row in cells), default=0))
         grid.add_column(c.title, justify=side, overflow=overflow, no_wrap=not c.fold)
-        grid.columns[-1].min_width = least
     for row in cells:
         grid.add_row(*(Text(row[i].text, row[i].style) for i in shown))
     _console().print(grid)
+
+
+def _that_fit(columns: Sequence[Column], cells: list[list[Cell]]) -> list[int]:
+    """The columns that there is room for, with a gap of two between them."""
+    wide = [
+        max([len(c.title), *(len(row[i].text) for row in cells)]) for i, c in enumerate(columns)
+    ]
+    shown = list(range(len(columns)))
+    while sum(wide[i] + 2 for i in shown) - 2 > width():
+        least = max(shown, key=lambda i: columns[i].drop)
+        if not columns[least].drop:
+            break
+        shown.remove(least)
+    return shown
 
 
 def line(*parts: str | Cell) -> None:
@@ -121,7 +133,9 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Non
         return
     from rich.progress import Progress
 
-    with Progress(console=_console(stderr=True), transient=True) as bar:
+    # What is printed meanwhile must still go to standard output, which may be a pipe.
+    plain_output = dict(redirect_stdout=False, redirect_stderr=False)
+    with Progress(console=_console(stderr=True), transient=True, **plain_output) as bar:
         task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
 

@@ -18,21 +18,32 @@ class Line(NamedTuple):
     values: dict[str, Any]
 
 
-def newest(found: list[Any], count: int) -> list[Any]:
-    """The last `count` rows of several tables (`lox.store._follow.Rows`)."""
-    total = sum(len(rows.data) for rows in found)
+Numbered = tuple[Any, np.ndarray]  # rows of a table (`lox.store._follow.Rows`), their `events`
+
+
+def lines(found: list[Any], last: int | None = None) -> list[Line]:
+    """Rows in the order of their writing; of those written at once, event by event.
+
+    `last`: only so many, the newest.
+    """
+    numbered = [(rows, events(rows)) for rows in found]
+    if last is not None:
+        numbered = _newest(numbered, last)
+    return sorted((line for one in numbered for line in _of_table(*one)), key=lambda x: x[:2])
+
+
+def _newest(found: list[Numbered], count: int) -> list[Numbered]:
+    sizes = [len(numbers) for _, numbers in found]
+    total = sum(sizes)
     if total <= count:
         return found
-    last = np.zeros(total, bool)
-    order = np.lexsort([np.concatenate([f(r) for r in found]) for f in (events, times)])
-    last[order[total - count :]] = True
-    masks = np.split(last, np.cumsum([len(rows.data) for rows in found])[:-1])
-    picked = ((rows, np.flatnonzero(mask)) for rows, mask in zip(found, masks))
-    return [rows.pick(at) for rows, at in picked if len(at)]
-
-
-def times(rows: Any) -> np.ndarray:
-    return rows.times
+    keep = np.zeros(total, bool)
+    times = np.concatenate([rows.times for rows, _ in found])
+    order = np.lexsort([np.concatenate([numbers for _, numbers in found]), times])
+    keep[order[total - count :]] = True
+    picked = zip(found, np.split(keep, np.cumsum(sizes)[:-1]))
+    some = ((rows, numbers, np.flatnonzero(kept)) for (rows, numbers), kept in picked)
+    return [(rows.pick(at), numbers[at]) for rows, numbers, at in some if len(at)]
 
 
 def events(rows: Any) -> np.ndarray:
@@ -47,12 +58,7 @@ def events(rows: Any) -> np.ndarray:
     return out
 
 
-def lines(found: list[Any]) -> list[Line]:
-    """All rows in the order of their writing; of those written at once, event by event."""
-    return sorted((line for rows in found for line in _of_table(rows)), key=lambda line: line[:2])
-
-
-def _of_table(rows: Any) -> Iterator[Line]:
+def _of_table(rows: Any, numbers: np.ndarray) -> Iterator[Line]:
     import jax
 
     steps: dict[str, Any] = {}
@@ -64,7 +70,7 @@ def _of_table(rows: Any) -> Iterator[Line]:
             inner = jax.tree_util.keystr(path, simple=True, separator="/")
             columns[f"{key}/{inner}" if path else key] = x
     steps = {name: steps[name] for name in sorted(steps, key=lambda name: name != "step")}
-    where = zip(rows.times.tolist(), events(rows).tolist(), rows.lanes.tolist())
+    where = zip(rows.times.tolist(), numbers.tolist(), rows.lanes.tolist())
     for i, (time, event, lane) in enumerate(where):
         at = lambda arrays, i=i: {name: x[i] for name, x in arrays.items()}
         yield Line(time, event, rows.names[lane], at(steps), at(columns))

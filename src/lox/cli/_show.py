@@ -167,15 +167,15 @@ def _print_keys(keys: list[Key]) -> None:
         out.Column("events", right=True),
         out.Column("steps", right=True),
         out.Column("last", right=True),
-        out.Column("min", right=True),
-        out.Column("mean", right=True, narrow=False),
-        out.Column("max", right=True),
-        out.Column("course"),
+        out.Column("min", right=True, drop=3),
+        out.Column("mean", right=True, drop=4),
+        out.Column("max", right=True, drop=2),
+        out.Column("course", drop=1),
     ]
     bad = any(k.not_finite for k in keys)
     if bad:
         columns.insert(8, out.Column("nan", right=True))
-    room = 8 if out.width() < 100 else 20
+    room = 10 if out.width() < 100 else 20
     rows: list[list[str | out.Cell]] = []
     for k in keys:
         shape = ",".join(map(str, k.shape))
@@ -209,7 +209,7 @@ def _steps(steps: dict[str, list[Any]]) -> str:
     """`0…990`, with its name where that is not `step`. Where there is little room, one step."""
     texts = []
     some = list(steps.items())
-    for name, (first, last) in some if out.width() >= 100 else some[:1]:
+    for name, (first, last) in some if out.width() >= 120 else some[:1]:
         span = f"{first}…{last}" if first != last else str(first)
         texts.append(span if name == "step" else f"{name} {span}")
     return ", ".join(texts)

@@ -40,7 +40,6 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from ..store._follow import Follower
-    from ._rows import newest
 
     runs = find(args.name, args.path)
     places: dict[str, dict[int, str]] = {}  # of each folder, these runs by their number in it
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.follow:
         _check_keys(args.keys, followers)
     several = len(runs) > 1
-    _print(newest(found, args.rows), args.json, several)
+    _print(found, args.json, several, args.rows)
     while args.follow and not all(f.ended for f in followers):
         time.sleep(WAIT)
         _print([rows for f in followers for rows in f.poll()], args.json, several)
@@ -85,10 +84,10 @@ def _end(followers: list[Any], followed: bool) -> int:
 # --- from rows to text ---------------------------------------------------------------------------
 
 
-def _print(found: list[Any], as_json: bool, several: bool) -> None:
+def _print(found: list[Any], as_json: bool, several: bool, last: int | None = None) -> None:
     from ._rows import lines
 
-    for row in lines(found):
+    for row in lines(found, last):
         clock = datetime.datetime.fromtimestamp(row.time / 1e9, datetime.UTC)
         if as_json:
             listed = {k: x.tolist() for k, x in (row.steps | row.values).items()}

@@ -28,14 +28,15 @@ def run(args: argparse.Namespace) -> int:
 
     root = folder(args.path)
     total = _size(root)
-    checked = damaged = 0
+    reports = []
     with out.progress("checking", total, total > out.LONG) as advance:
         for report in verify(root):
             advance(report.bytes)
-            checked += 1
-            damaged += bool(report.damage)
-            if report.damage or not args.quiet:
-                _print(report)
+            reports.append(report)
+    for report in reports:
+        if report.damage or not args.quiet:
+            _print(report)
+    checked, damaged = len(reports), sum(bool(r.damage) for r in reports)
     if not checked:
         raise Mistake(f"there are no runs in {root}")
     word = "folder" if checked == 1 else "folders"

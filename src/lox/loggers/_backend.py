@@ -8,7 +8,6 @@ never stops the program: its first error is kept until `flush` or `close`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +20,9 @@ from .._host import Errors, Strict
 from .._logdict import iterate_entries, logdict
 from . import _exit
 from ._lanes import by_run, each_run
-from ._names import EXISTS, RunExists, RunInfo, name_runs, run_exists
+from ._names import EXISTS, RunInfo, name_runs, run_exists
 from ._queue import POLICIES, Worker
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """A run of this logger, and what the backend calls it."""
-
-    info: RunInfo
-    handle: Any
+from ._roster import Refused, Roster, keys_of
 
 
 class Backend:
@@ -55,10 +47,7 @@ class Backend:
         self._errors = Errors("it failed {} more time(s); none of those events was written")
         self._lock, self._starting = threading.RLock(), threading.Lock()
         self._hung = False
-        self._opened: dict[str, Any] = {}  # the backend's handles, by the run's name
-        # By identity: a run, or the error it could not be opened for.
-        self._slots: dict[Any, Slot | Exception] = {}
-        self._known: dict[Any, list[Slot | Exception]] = {}  # for all identities of a message
+        self._roster = Roster()
         self._refused = False
         self._closed = False
 
@@ -93,8 +82,14 @@ class Backend:
 
     def write_runs(self, runs: list[Any], logs: logdict) -> None:
         """Write events of several runs: `logs` has an axis over them in front (see `_lanes`)."""
+        errors = []
         for lane, own in each_run(logs, len(runs)):
-            self.write_run(runs[lane], own)
+            try:
+                self.write_run(runs[lane], own)
+            except Exception as error:  # one run that fails is no reason to lose the others
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # --- on the host -------------------------------------------------------------------------
 
@@ -103,31 +98,25 @@ class Backend:
     ) -> list[str]:
         """Begin the runs of these identities, one for each row; returns the names of new ones."""
         infos = name_runs(name, kind, ids, configs)
-        before = set(self._opened)
-        keys = [(name, kind, row.tobytes()) for row in ids]
+        before = set(self._roster.handles)
         try:
+            if self.exists == "overwrite" and self._worker is not None:
+                self._worker.drain()  # of the runs that may be given up
             with self._backend():
-                handles = self._open_new(infos)
+                self._open_new(infos)
         except Exception as error:
             error.add_note(f"lox: {type(self).__name__} could not begin {infos[0].name!r}")
             raise
         _exit.remember(self)
-        self._slots |= {k: Slot(i, h) for k, i, h in zip(keys, infos, handles, strict=True)}
-        self._known.clear()
+        self._roster.enter(keys_of(name, kind, ids), infos)
         return [i.name for i in infos if i.name not in before]
 
     def host_undo(self, names: list[str]) -> None:
         """Take runs back that have just begun: another logger could not begin the same ones."""
-        gone = {n for n in names if n in self._opened}
-        for name in gone:
-            with self._backend():
-                self.undo_run(self._opened.pop(name))
-        self._slots = {
-            k: s
-            for k, s in self._slots.items()
-            if not (isinstance(s, Slot) and s.info.name in gone)
-        }
-        self._known.clear()
+        for name in names:
+            if name in self._roster.handles:
+                with self._backend():
+                    self.undo_run(self._roster.remove(name, replaced=False))
 
     def host_open_later(
         self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
@@ -136,31 +125,23 @@ class Backend:
         try:
             self.host_open(name, kind, ids, configs)
         except Exception as error:
-            self._slots |= {(name, kind, row.tobytes()): error for row in ids}
-            self._known.clear()
+            self._roster.refuse(keys_of(name, kind, ids), error)
             self._refused = True
             self._failed(error)
 
-    def _open_new(self, infos: list[RunInfo]) -> list[Any]:
+    def _open_new(self, infos: list[RunInfo]) -> None:
         """Open runs, but for those that this logger has open already and is to go on with."""
-        again = [i for i in infos if i.name in self._opened]
+        handles = self._roster.handles
+        again = [i.name for i in infos if i.name in handles]
         if again and self.exists == "error":
-            raise run_exists(type(self).__name__, again[0].name, "this logger")
+            raise run_exists(type(self).__name__, again[0], "this logger")
         if self.exists == "overwrite":
-            self._overwrite([i.name for i in again])
-        new = [i for i in infos if i.name not in self._opened]
+            for name in again:
+                self.replace_run(self._roster.remove(name, replaced=True))
+        new = [i for i in infos if i.name not in handles]
         if new:
-            handles = self.open_runs(new)
-            self._opened |= {i.name: h for i, h in zip(new, handles, strict=True)}
-        return [self._opened[i.name] for i in infos]
-
-    def _overwrite(self, names: list[str]) -> None:
-        """Give up runs of this logger for new ones. Their old states write nowhere."""
-        for name in names:
-            self.replace_run(self._opened.pop(name))
-        for key, slot in self._slots.items():
-            if isinstance(slot, Slot) and slot.info.name in names:
-                self._slots[key] = RunExists(f"run {slot.info.name!r} was overwritten by another")
+            opened = self.open_runs(new)
+            handles |= {i.name: h for i, h in zip(new, opened, strict=True)}
 
     def host_write(self, name: str | None, kind: str, logs: logdict, ids: np.ndarray) -> None:
         """Write a message: `logs` for the runs of `ids`, any batch axes in front of both."""
@@ -168,11 +149,15 @@ class Backend:
             if self._closed:
                 raise ValueError(f"{type(self).__name__} is closed; these events came after")
             rows, logs = by_run(logs, ids)
-            slots = self._slots_of(name, kind, rows)
-            handles = [s.handle for s in slots if isinstance(s, Slot)]
-            if len(handles) < len(slots):
-                self._errors.add(next(s for s in slots if isinstance(s, Exception)))
-                lanes = [i for i, s in enumerate(slots) if isinstance(s, Slot)]
+            new = self._roster.unknown(name, kind, rows)
+            if new:  # states from elsewhere: a checkpoint, another process
+                self.host_open_later(name, kind, rows[new], [{} for _ in new])
+            handles = self._roster.find(name, kind, rows)
+            refused = [h.error for h in handles if isinstance(h, Refused)]
+            if refused:
+                self._errors.add(refused[0])
+                lanes = [i for i, h in enumerate(handles) if not isinstance(h, Refused)]
+                handles = [handles[i] for i in lanes]
                 logs = jax.tree.map(lambda x: x[lanes], logs)
             if handles:
                 self._deliver(handles, logs)
@@ -180,17 +165,6 @@ class Backend:
             raise
         except Exception as error:
             self._failed(error)
-
-    def _slots_of(self, name: str | None, kind: str, rows: np.ndarray) -> list[Any]:
-        all_of = (name, kind, rows.tobytes())
-        slots = self._known.get(all_of)
-        if slots is None:
-            keys = [(name, kind, row.tobytes()) for row in rows]
-            new = [i for i, k in enumerate(keys) if k not in self._slots]
-            if new:  # a state from elsewhere: a checkpoint, another process
-                self.host_open_later(name, kind, rows[new], [{} for _ in new])
-            slots = self._known[all_of] = [self._slots[k] for k in keys]
-        return slots
 
     def _deliver(self, handles: list[Any], logs: logdict) -> None:
         if not self.slow or self.strict:
@@ -258,6 +232,14 @@ class Backend:
             )
         self._raise_first()
 
+    def end_runs(self, name: str | None, kind: str, ids: np.ndarray) -> None:
+        """End the runs of these identities before the logger is closed."""
+        if self._worker is not None:
+            self._worker.drain()
+        for run in [n for n in self._roster.names(name, kind, ids) if n in self._roster.handles]:
+            with self._backend():
+                self.close_run(self._roster.remove(run, replaced=False))
+
     def _settle(self, finish: Callable[[Any], None]) -> None:
         try:
             if self._worker is not None:
@@ -265,7 +247,7 @@ class Backend:
         except TimeoutError as error:
             self._hung = True
             self._errors.add(error)
-        for handle in list(self._opened.values()):
+        for handle in list(self._roster.handles.values()):
             try:
                 with self._backend():
                     finish(handle)

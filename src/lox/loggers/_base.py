@@ -113,8 +113,19 @@ class Logger(Backend):
 
     def _check_eager(self, state: LoggerState) -> None:
         if _program.is_eager(state.id):
+            _program.forget_trace()
             jax.block_until_ready(state.id)  # the host has opened the run, or failed to
             self._check()
+
+    def flush(self) -> None:
+        """Wait until all that was logged is written; raise the first error of the backend."""
+        _program.forget_trace()
+        super().flush()
+
+    def close(self) -> None:
+        """Flush, and end all runs. A closed logger takes no more."""
+        _program.forget_trace()
+        super().close()
 
     def _check(self) -> None:
         if self._closed:

@@ -176,10 +176,7 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def _latest(x: Line) -> str:
-    if x.text is not None:
-        return _cut(x.text, 40)
-    whole = x.whole and not x.shape and math.isfinite(x.mean) and x.mean == round(x.mean)
-    return number(int(x.mean) if whole else x.mean)
+    return _cut(x.text, 40) if x.text is not None else _number(x, x.mean)
 
 
 def _spread(x: Line) -> str:
@@ -187,11 +184,16 @@ def _spread(x: Line) -> str:
 
 
 def _range(x: Line) -> str:
-    return f"{number(x.low)} … {number(x.high)}" if x.runs - x.bad > 1 else ""
+    return f"{_number(x, x.low)} … {_number(x, x.high)}" if x.runs - x.bad > 1 else ""
+
+
+def _number(x: Line, value: float) -> str:
+    whole = x.whole and not x.shape and math.isfinite(value) and value == round(value)
+    return number(int(value) if whole else value)
 
 
 def _bad(x: Line) -> str:
-    return f"{x.bad} of {x.runs} not finite" if x.bad and x.text is None and x.runs > 1 else ""
+    return f"{x.bad}/{x.runs} not finite" if x.bad and x.text is None and x.runs > 1 else ""
 
 
 def _points(x: Line) -> list[float]:

@@ -49,13 +49,13 @@ class CSVLogger(Logger):
     Numbers are written as the shortest text that reads back as the same, arrays as JSON. A config
     is written next to it, as JSON.
 
-    >>> import jax, lox, pathlib, tempfile
+    >>> import jax, jax.numpy as jnp, lox, pathlib, tempfile
     >>> from lox.loggers import CSVLogger
     >>> folder = pathlib.Path(tempfile.mkdtemp())
     >>> with CSVLogger(folder) as logger:
     ...     state = logger.init(jax.random.key(0), name="first")
-    ...     logger.log(state, lox.logdict({"loss": 0.5, "norms": [1.0, 2.0]}, step=10))
-    >>> print((folder / "first.csv").read_text())
+    ...     logger.log(state, lox.logdict({"loss": 0.5, "norms": jnp.array([1.0, 2.0])}, step=10))
+    >>> print((folder / "first.csv").read_text(), end="")
     step,loss,norms
     10,0.5,"[1.0, 2.0]"
 

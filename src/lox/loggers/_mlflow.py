@@ -18,6 +18,7 @@ from ._rows import Index, rows_of
 from ._values import Unheld, is_number, whole
 
 METRICS, PARAMS, LENGTH = 1000, 100, 250  # the most that MLflow takes at a time, and in a name
+INTERVAL = 1.0  # seconds between two calls for a run: each takes a transaction of the database
 
 
 @dataclasses.dataclass
@@ -25,7 +26,9 @@ class _Run:
     id: str
     index: Index
     is_new: bool
-    moment: int = 0  # the time of what was written last, in milliseconds
+    moment: int = 0  # the time of what was logged last, in milliseconds
+    waiting: list[Any] = dataclasses.field(default_factory=list)  # metrics that are not sent yet
+    sent: float = -INTERVAL
 
 
 class MLflowLogger(Logger):
@@ -90,7 +93,6 @@ class MLflowLogger(Logger):
     def write_run(self, run: _Run, logs: logdict) -> None:
         metric = need("mlflow.entities", "mlflow").Metric
         run.moment = max(run.moment + 1, time.time_ns() // 10**6)
-        batch = []
         before = None
         for row in rows_of(logs, run.index):
             step = whole(row.x)
@@ -103,14 +105,22 @@ class MLflowLogger(Logger):
                 del columns[row.axis]
             for key, value in columns.items():
                 if is_number(value):
-                    batch.append(metric(self._name(key), float(value), run.moment, step))
+                    number = metric(self._name(key), float(value), run.moment, step)
+                    run.waiting.append(number)
                 else:
                     self._unheld.add(key, value)
-        for start in range(0, len(batch), METRICS):
-            self._client.log_batch(run.id, metrics=batch[start : start + METRICS])
+        if len(run.waiting) >= METRICS or time.monotonic() - run.sent >= INTERVAL:
+            self.flush_run(run)
         self._unheld.warn()
 
+    def flush_run(self, run: _Run) -> None:
+        batch, run.waiting = run.waiting, []
+        for start in range(0, len(batch), METRICS):
+            self._client.log_batch(run.id, metrics=batch[start : start + METRICS])
+        run.sent = time.monotonic()
+
     def close_run(self, run: _Run) -> None:
+        self.flush_run(run)
         self._client.set_terminated(run.id)
 
     def undo_run(self, run: _Run) -> None:

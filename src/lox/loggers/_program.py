@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from .._transform import Eager
 from ._names import split_config
 from ._state import LoggerState, identity, words_of
 
+_latest = threading.local()  # the trace in which a message was sent last, and its token
 _SPEC = Spec((), (), (), (), False, None, "a call of a logger")
 
 
@@ -53,6 +55,20 @@ def init(logger: Any, key: Any, name: str | None, config: Any) -> LoggerState:
 
 
 def send(logs: logdict, context: Any, receive: Receive) -> Any:
-    """One host call with a logdict and its context. Returns a token that is there afterwards."""
-    _, token = emit(message(logs, context, _SPEC), sink=Sink(receive), token=jnp.int32(0))
+    """One host call with a logdict and its context. Returns a token that is there afterwards.
+
+    Calls after one another in the same function keep their order: each takes the token of the last.
+    """
+    trace = jex.find_top_trace(())
+    known, start = getattr(_latest, "sent", (None, None))
+    if known is not trace:
+        start = jnp.int32(0)
+    _, token = emit(message(logs, context, _SPEC), sink=Sink(receive), token=start)
+    if not jax.config.jax_check_tracer_leaks:
+        _latest.sent = (trace, token)
     return token
+
+
+def forget_trace() -> None:
+    """Keep no trace alive that has ended: nothing is being traced now."""
+    _latest.sent = (None, None)

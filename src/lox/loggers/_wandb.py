@@ -18,12 +18,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from .._logdict import logdict
 from .._optional import need
 from . import _exit
-from ._backend import Slot
 from ._base import Logger
 from ._names import RunInfo, run_exists
 from ._rows import INDEX, Index, Merger, Row, rows_of
@@ -62,7 +59,7 @@ class WandbLogger(Logger):
     >>> with WandbLogger("digits", mode="offline", dir=folder, settings=quiet) as logger:
     ...     state = logger.init(jax.random.key(0), name="first", config={"lr": 0.1})
     ...     logger.log(state, lox.logdict({"loss": 0.5}, step=10))
-    >>> [file.name for file in pathlib.Path(folder).glob("wandb/*/*.wandb")]
+    >>> [file.name for file in pathlib.Path(folder).glob("wandb/offline-run-*/*.wandb")]
     ['run-first.wandb']
 
     Arguments:
@@ -156,15 +153,6 @@ class WandbLogger(Logger):
         run.run.finish()
         if run.run.offline:
             shutil.rmtree(pathlib.Path(run.run.dir).parent)
-
-    def end_runs(self, name: str | None, kind: str, ids: np.ndarray) -> None:
-        """End the runs of these identities before the logger is closed."""
-        if self._worker is not None:
-            self._worker.drain()
-        for slot in self._slots_of(name, kind, ids):
-            if isinstance(slot, Slot) and slot.info.name in self._opened:
-                with self._backend():
-                    self.close_run(self._opened.pop(slot.info.name))
 
     def _log(self, run: _Run, rows: list[Row]) -> None:
         for row in rows:

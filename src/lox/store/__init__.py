@@ -7,9 +7,7 @@ _catalog _run _frames           the runs under a path; one run, as other librari
 _replay _verify                 sending a run elsewhere; checking every byte
 """
 
-from ._replay import send_run as send_run
 from ._run import Run as Run
 from ._run import Runs as Runs
-from ._run import find_runs as find_runs
 from ._verify import compact as compact
 from ._verify import verify as verify

@@ -1,7 +1,8 @@
-"""Following a folder of runs while it is written: every row once, and no message read twice.
+"""Following a folder of runs while it is written: every row once, and only what is new is read.
 
-Streams only grow, so an offset for each tells what is new. When the folder is closed its streams
-become Parquet files with the same rows in the same order: those not seen yet are read from there.
+Streams grow, so an offset for each tells what is new. (A write that failed may be taken back; then
+the last message of a stream is another one.) When the folder is closed its streams become Parquet
+files with the same rows in the same order: those not seen yet are read from there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 
 from .._errors import Damaged
 from ._folder import Folder
@@ -67,7 +69,7 @@ class Follower:
 
     @property
     def torn(self) -> int:
-        return sum(s.size - s.offset for s in self._streams.values()) if self.ended else 0
+        return sum(s.size - s.offset for s in self._streams.values() if self.state == "crashed")
 
     def poll(self) -> list[Rows]:
         """What is new since the last call, in the order of its writing."""
@@ -76,40 +78,36 @@ class Follower:
         try:
             folder = Folder(self.path)
             self.state = folder.state  # before the streams are read: what is there then is all
-            if self.state == "crashed":  # or was it just being closed?
-                folder = Folder(self.path)
-                self.state = folder.state
+            if "tables" not in folder.manifest:
+                return self._from_streams(folder)
         except (FileNotFoundError, NotADirectoryError):
             self.state, self.ended = "removed", True
             return self._taken(None)
-        if "tables" in folder.manifest:
-            self.ended = True
-            return self._taken(None) + self._rest(folder)
-        with contextlib.suppress(FileNotFoundError):  # closed just now: the next poll sees that
-            return self._from_streams(self.state != "open")
-        return []
+        self.ended = True
+        return self._taken(None) + self._rest(folder)
 
-    def _from_streams(self, last: bool) -> list[Rows]:
-        self._read_streams()
+    def _from_streams(self, folder: Folder) -> list[Rows]:
+        limits = folder.manifest.get("streams", {})
+        self._read_streams(limits)
         horizon: int | None = max((s.newest for s in self._streams.values()), default=0)
         if len(self._streams) > 1:
             # What was written before the newest batch so far may have been missed in a stream that
             # was read earlier; after a second look it is all there.
-            self._read_streams()
-        if last:
-            # Somebody may have turned the streams into Parquet files while we looked for them.
+            self._read_streams(limits)
+        if self.state != "open":
+            # Unless somebody has turned the streams into Parquet files while we looked for them.
             self.ended = "tables" not in Folder(self.path).manifest
             horizon = None
         if self.ended:
-            for stream in self._streams.values():
-                self.damage += stream.end()
+            self.damage += [d for s in self._streams.values() for d in s.end()]
         return self._taken(horizon)
 
-    def _read_streams(self) -> None:
+    def _read_streams(self, limits: dict[str, int]) -> None:
         names = [n for n in os.listdir(self.path) if n.endswith(".arrows")]
-        for name in sorted({*names, *self._streams}, key=lambda n: int(n.split(".")[0])):
+        for name in sorted(names, key=lambda n: int(n.split(".")[0])):
             stream = self._streams.setdefault(name, _Stream(os.path.join(self.path, name)))
-            self.damage += stream.read()
+            with contextlib.suppress(FileNotFoundError):  # closed just now, or never begun
+                self.damage += stream.read(limits.get(name))
 
     def _taken(self, until: int | None) -> list[Rows]:
         """The batches that wait, up to a time."""
@@ -128,7 +126,7 @@ class Follower:
             return None
         lanes = pa.array([*self.names], pa.int32())
         data = data.filter(pc.is_in(data.column("run"), lanes))
-        data = data.select(_columns(table))
+        data = data.select(table.schema().names)
         return Rows(table, data, self.names) if len(data) else None
 
     def _only_wanted(self, table: Any) -> Any:
@@ -154,12 +152,11 @@ class Follower:
         return out
 
     def _read_table(self, record: dict[str, Any]) -> Rows | None:
-        """The rows of a Parquet file, with every byte that is read checked."""
         with CheckedFile(os.path.join(self.path, record["file"]), record) as file:
             metadata = pq.read_metadata(pa.BufferReader(file.footer))
             reader = pq.ParquetFile(pa.PythonFile(file, "r"), metadata=metadata, pre_buffer=False)
             table = self._only_wanted(Table.of_schema(reader.schema_arrow))
-            return self._wanted(table, reader.read(columns=_columns(table), use_threads=False))
+            return self._wanted(table, reader.read(columns=table.schema().names, use_threads=False))
 
 
 class _Stream:
@@ -173,30 +170,45 @@ class _Stream:
         self.seen: collections.Counter[int] = collections.Counter()  # rows of each run
         self.waiting: collections.deque[pa.RecordBatch] = collections.deque()
         self.newest = 0
+        self._tail = memoryview(b"")  # behind the good messages
+        self._last: tuple[int, int, pa.RecordBatch] | None = None  # its start and checksum
 
-    def read(self) -> list[Damage]:
+    def read(self, limit: int | None = None) -> list[Damage]:
         """Take the messages that were appended since the last time. Returns what is damaged."""
-        damage: list[Damage] = []
         with open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == self.size:
-                return damage
-            file.seek(self.offset)
-            data = memoryview(file.read())
-        at = 0
+            if os.fstat(file.fileno()).st_size == self.size:
+                return []
+            start = self.offset if self._last is None else self._last[0]
+            file.seek(start)
+            data = memoryview(file.read(-1 if limit is None else max(limit - start, 0)))
+        at = self._again(data)
+        damage: list[Damage] = []
         while at < len(data):
-            size_here = size_at(data, at)
-            if size_here is not None:
-                self._take(data[at : at + size_here], self.offset + at)
-                at += size_here
+            size = size_at(data, at)
+            if size is not None:
+                self._take(data[at : at + size], start + at)
+                at += size
                 continue
             then = None if is_torn(data, at) else _next_good(data, at)
             if then is None:
                 break  # the rest of it may still come
-            damage.append(self._damage(self.offset + at, self.offset + then))
+            damage.append(self._damage(start + at, start + then))
             at = then
-        self.size, self.offset = self.offset + len(data), self.offset + at
+        self.size, self.offset, self._tail = start + len(data), start + at, data[at:]
         return damage
+
+    def _again(self, data: memoryview) -> int:
+        """Where to go on: behind the last message, unless its write failed and was taken back."""
+        if self._last is None:
+            return 0
+        start, checksum, batch = self._last
+        if xxhash.xxh3_64_intdigest(data[: self.offset - start]) == checksum:
+            return self.offset - start
+        self._last = None
+        self.seen.subtract(batch.column(0).to_pylist())
+        if self.waiting and self.waiting[-1] is batch:
+            self.waiting.pop()
+        return 0
 
     def _take(self, message: memoryview, start: int) -> None:
         read = pa.ipc.read_message(pa.py_buffer(message))
@@ -207,25 +219,18 @@ class _Stream:
             batch = pa.ipc.read_record_batch(read, self.schema)
             self.waiting.append(batch)
             self.newest = _time(batch)
-            lanes, counts = np.unique(batch.column(0).to_numpy(), return_counts=True)
-            self.seen.update(dict(zip(lanes.tolist(), counts.tolist())))
+            self.seen.update(batch.column(0).to_pylist())
+            self._last = start, xxhash.xxh3_64_intdigest(message), batch
 
     def end(self) -> list[Damage]:
         """What is damaged at the end of a stream that nobody writes any more."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = memoryview(file.read())
-        if not len(data) or is_torn(data, 0):
+        if self.size == self.offset or is_torn(self._tail, 0):
             return []
         start, self.size = self.offset, self.offset  # damaged, not torn
-        return [self._damage(start, start + len(data))]
+        return [self._damage(start, start + len(self._tail))]
 
     def _damage(self, start: int, stop: int) -> Damage:
         return Damage(os.path.basename(self.path), start, stop, "a batch is damaged")
-
-
-def _columns(table: Table) -> list[str]:
-    return ["run", "time", *(c.name for c in (*table.steps, *table.values))]
 
 
 def _time(batch: pa.RecordBatch) -> int:

@@ -29,7 +29,15 @@ class Report:
 
 
 def verify(root: str) -> Iterator[Report]:
-    """Check every checksum of every folder of runs under a path."""
+    """Check every checksum of every folder of runs under a path: a report for each.
+
+    >>> import jax, lox, lox.store, tempfile
+    >>> path = tempfile.mkdtemp()
+    >>> with lox.loggers.SaveLogger(path) as logger:
+    ...     logger.log(logger.init(jax.random.key(0)), {"x": 1.0})
+    >>> [(report.state, report.damage) for report in lox.store.verify(path)]
+    [('closed', [])]
+    """
     found, damaged = folders(root)
     for error in damaged:
         name = str(error).split(" is damaged")[0]
@@ -75,7 +83,16 @@ def _check_parquet(path: str, record: dict, report: Report) -> None:
 
 
 def compact(root: str) -> Iterator[tuple[str, int, int]]:
-    """Close what crashed, and turn streams into Parquet files. Yields path, bytes before, after."""
+    """Close what crashed, and turn streams into Parquet files. Yields path, bytes before, after.
+
+    >>> import jax, lox, lox.store, tempfile
+    >>> path = tempfile.mkdtemp()
+    >>> with lox.loggers.SaveLogger(path, compact=False) as logger:
+    ...     logger.log(logger.init(jax.random.key(0)), {"x": 1.0})
+    >>> for folder, before, after in lox.store.compact(path):
+    ...     print(before > 0, after > 0)
+    True True
+    """
     for folder in folders(root)[0]:
         lock = hold(os.path.join(folder.path, LOCK))
         if lock is None:
