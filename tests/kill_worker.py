@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 import lox
 import lox.store  # so that no child has to import it
@@ -39,7 +40,7 @@ def event(i: int, lanes: int = 1) -> lox.logdict:
     data = {"a": own, "v": batch(np.arange(3, dtype=np.int16) * i)}
     ndims = {"a": (0,), "v": (1,)}
     logs = lox.logdict.one_event(data, {"step": batch(np.int32(i))}, ndims, (0,))
-    late = {} if i < 3 else {"late": batch(np.array([i, -i], np.int8))}
+    late = {} if i < 3 else {"late": batch(np.array([i, -i], np.int16))}
     other = lox.logdict.one_event({"b": own * 2} | late, {}, {"b": (0,), "late": (1,)}, ())
     return logs | other
 
@@ -53,7 +54,7 @@ def expected(count: int, lane: int = 0) -> dict[str, Any]:
         "a": own,
         "v": (i[:, None] * np.arange(3)).astype(np.int16),
         "b": own * 2,
-        "late": np.stack([late, -late], 1).astype(np.int8),
+        "late": np.stack([late, -late], 1).astype(np.int16),
     }
 
 
@@ -237,6 +238,7 @@ def program(root: str, ack_path: str, how: str, steps: str) -> None:
 
 
 def serve() -> None:
+    pyarrow.array(np.zeros(1))  # imports pandas, if it is there
     for line in sys.stdin:
         jobs = json.loads(line)
         children = []

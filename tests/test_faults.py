@@ -30,6 +30,8 @@ from kill_worker import FAR, described, expected, open_runs, write
 from lox.store import compact, verify
 
 KILLS = int(os.environ.get("LOX_KILLS", "60"))
+SOAK = KILLS > 200
+PATTERNS = (*(1 << i for i in range(8)), 0xFF, 0x30)  # what a byte is changed by
 SHARDS = 3  # of the random kills, so that they can run beside each other
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and signals")
@@ -98,7 +100,7 @@ def until(done):
     deadline = time.monotonic() + 30
     while not done():
         assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
+        time.sleep(0.0005)
 
 
 def acknowledged(path):
@@ -123,7 +125,7 @@ def check_run(run, sure, maybe, lane=0):
         rows = logs.get(key, want[:0])
         assert len(least[key]) <= len(rows) <= len(want), key
         assert bits(rows) == bits(want[: len(rows)]), key
-        assert run.counts.get(key, 0) == len(rows)
+        assert run.state == "open" or run.counts.get(key, 0) == len(rows)
     for key in {"a", "v"} & set(logs):
         steps = logs.step[key]
         assert bits(steps) == bits(np.arange(len(logs[key]), dtype=np.int32))
@@ -164,11 +166,12 @@ def check_root(root, words, lanes=1):
 
 
 def assert_same_logs(got, want):
+    """The same rows and steps, bit by bit. A key without rows may be missing."""
     for key in {**got, **want}:
         rows = want[key] if key in want else got[key][:0]
         assert bits(got.get(key, rows[:0])) == bits(rows), key
         for name, by_key in want.steps.items():
-            if key in by_key:
+            if key in by_key and key in got:
                 assert bits(got.steps[name][key]) == bits(by_key[key])
 
 
@@ -191,7 +194,10 @@ def test_killed_at_random_moments(server, tmp_path, shard):
             sync_every=moment.choice([0.001, 1]),
         )
         [pid] = server.start(dict(job="write", root=str(root), ack=str(ack), **job))
-        time.sleep(moment.uniform(0, 0.002 + 0.001 * job["count"]))
+        # Some time after some acknowledgement: all phases are hit, however fast the machine is.
+        wanted = moment.randrange(job["count"] + 2)
+        until(lambda ack=ack, wanted=wanted: len(acknowledged(ack)) >= wanted)
+        time.sleep(moment.choice([0, 0.001, 0.01]) * moment.random())
         os.kill(pid, signal.SIGKILL)
         [end] = server.wait()
         kills += end == -signal.SIGKILL
@@ -306,12 +312,13 @@ def test_jitted_program_exits(tmp_path, how):
 
 
 def test_with_block_left_by_exception(tmp_path):
-    with pytest.raises(ZeroDivisionError) as caught:
+    error = ZeroDivisionError("the program's own")
+    with pytest.raises(ZeroDivisionError) as caught:  # noqa: PT012
         with lox.SaveLogger(tmp_path) as logger:
             state = logger.init(jax.random.key(0), name="r")
             logger.log(state, {"x": 1.5})
-            raise ZeroDivisionError("the program's own")
-    assert str(caught.value) == "the program's own"
+            raise error
+    assert caught.value is error
     [run] = lox.runs(tmp_path)
     assert run.state == "closed"
     assert run.load()["x"].tolist() == [1.5]
@@ -322,11 +329,8 @@ def test_with_block_left_by_exception(tmp_path):
 
 def test_four_processes_in_one_folder(server, tmp_path):
     root = str(tmp_path / "runs")
-    jobs = [
-        dict(job="race", root=root, start=str(tmp_path / "go"), count=25, key=k, lanes=2, name=f"p{k}-{{lane}}")
-        for k in range(4)
-    ]  # fmt: skip
-    server.start(*jobs)
+    job = dict(job="race", root=root, start=str(tmp_path / "go"), count=25, lanes=2)
+    server.start(*(dict(job, key=k, name=f"p{k}-{{lane}}") for k in range(4)))
     (tmp_path / "go").touch()
     assert server.wait() == [0] * 4
     runs = lox.runs(root)
@@ -346,8 +350,8 @@ def test_race_for_one_name(server, tmp_path, exists):
         start = str(tmp_path / f"{attempt}-go")
         pids = server.start(*(dict(job, start=start, ack=str(a)) for a in acks))
         open(start, "w").close()
-        settled = lambda words: words[-1:] in (["exists"], ["2"])
-        until(lambda acks=acks: all(settled(acknowledged(a)) for a in acks))
+        last = lambda ack: acknowledged(ack)[-1:]
+        until(lambda acks=acks, last=last: all(last(a) in (["exists"], ["2"]) for a in acks))
         words = [acknowledged(a) for a in acks]
         [winner] = [i for i, w in enumerate(words) if "opened" in w]
         [run] = lox.runs(root)
@@ -462,13 +466,14 @@ def test_every_byte_flipped(tmp_path, form):
     for path in files:
         good = path.read_bytes()
         for at in range(len(good)):
-            for pattern in (1 << at % 8, 0x20, 0xFF):
+            for pattern in PATTERNS if SOAK else (PATTERNS[at % len(PATTERNS)],):
                 path.write_bytes(good[:at] + bytes([good[at] ^ pattern]) + good[at + 1 :])
                 where = f"{path.name} byte {at} ^ {pattern}"
                 assert is_damaged(root), where
                 logs = loaded(root)
                 if logs is not None:
                     assert_same_logs(logs, want)
+                    continue
                 logs = loaded(root, damaged="skip")
                 if logs is not None:
                     assert_some_rows_of(logs, want)
@@ -508,7 +513,8 @@ def test_bytes_added(tmp_path, form):
         good = path.read_bytes()
         for more in (b"\0", b"\0" * 64, b"\xff" * 64, b"lox" * 20, good[-40:]):
             path.write_bytes(good + more)
-            assert is_damaged(root) or form == "crashed", (path.name, more)
+            if path.name != "0.arrows":  # a stream may have been cut off in the middle of a write
+                assert is_damaged(root), (path.name, more)
             logs = loaded(root)
             if logs is not None:
                 assert_same_logs(logs, want)
@@ -547,7 +553,8 @@ class Failing:
         if self.short and self.calls == self.at + 1:
             return self.real(args[0], args[1][: len(args[1]) // 2])
         self.failed += 1
-        raise OSError(self.code, os.strerror(self.code))
+        path = () if isinstance(args[0], int) else (args[0],)  # as the real ones do
+        raise OSError(self.code, os.strerror(self.code), *path)
 
     def __enter__(self):
         self.patch = mock.patch(f"os.{self.name}", self)
@@ -630,26 +637,31 @@ def test_one_call_fails(tmp_path, name, code, short, compacting):
 
 @pytest.mark.parametrize(("name", "code", "short"), FAULTS[:4])
 def test_all_calls_fail_for_a_while(tmp_path, name, code, short):
-    for at in range(1, 12, 2):
+    for at in range(8):
         root = str(tmp_path / str(at))
         logger = lox.SaveLogger(root, sync_every=FAR)
         open_runs(logger)
+        raised = []
         with Failing(name, code, at, 10**9, short) as fault:
             for i in range(6):
                 write(logger, i)
-            if name == "fsync" or fault.failed:
-                with pytest.raises(OSError) as caught:
-                    logger.flush()
-                assert caught.value.errno == code
-                assert root in "\n".join([*described(caught.value), str(caught.value.filename)])
+            try:
+                logger.flush()
+            except OSError as error:
+                raised.append(error)
+        assert len(raised) == bool(fault.failed)
         for i in range(6, 9):
             write(logger, i)
         logger.close()
+        for error in raised:
+            assert error.errno == code
+            assert root in "".join([*described(error), str(error.filename)])
         [run] = lox.runs(root)
         steps = run.load().step["a"].tolist()
         assert steps[-3:] == [6, 7, 8]
         assert steps == sorted(set(steps))
         assert not any(r.damage for r in verify(root))
+    assert not fault.failed or name == "write"
 
 
 def test_short_writes(tmp_path):

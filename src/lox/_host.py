@@ -12,6 +12,7 @@ kept, the program goes on, and it is raised at the end of the eager call or by `
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -186,8 +187,10 @@ def flush() -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    # JAX's own wait at exit comes after this one, too late to show what went wrong.
-    jax.effects_barrier()
+    # JAX's own wait at exit comes after this one, too late to show what went wrong. It also tells
+    # of a program that was stopped.
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
     error = pending.take()
     if error is not None:
         print("lox: a tap callback had raised, and lox.flush() was never called:", file=sys.stderr)

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         out.note(f"lox: {message(why)}", out.RED)
     busy = sum(one.state == "open" for one in found)
     text = f"{len(done)} of {len(found)} folders" if done else "nothing to do"
-    before, after = (sum(one[i] for one in done) for i in (1, 2))
+    before, after = sum(old for _, old, _ in done), sum(new for *_, new in done)
     text += f", {out.size(before)} → {out.size(after)}" if len(done) > 1 else ""
     out.note(text + (f"; {busy} being written" if busy else ""))
     return DAMAGED if failed else 0

@@ -134,8 +134,10 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Non
     from rich.progress import Progress
 
     # What is printed meanwhile must still go to standard output, which may be a pipe.
-    plain_output = dict(redirect_stdout=False, redirect_stderr=False)
-    with Progress(console=_console(stderr=True), transient=True, **plain_output) as bar:
+    console = _console(stderr=True)
+    with Progress(
+        console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
 

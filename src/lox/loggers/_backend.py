@@ -209,15 +209,15 @@ class Backend:
 
     def flush(self) -> None:
         """Wait until all that was logged is written; raise the first error of the backend."""
-        jax.effects_barrier()
+        stopped = _exit.wait_for_programs()
         self._settle(self.flush_run)
-        self._raise_first()
+        self._raise_first(stopped)
 
     def close(self) -> None:
         """Flush, and end all runs. A closed logger takes no more."""
         if self._closed:
             return
-        jax.effects_barrier()
+        stopped = _exit.wait_for_programs()
         self._settle(self.close_run)
         self._closed = True
         if self._worker is not None:
@@ -230,7 +230,7 @@ class Backend:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._raise_first()
+        self._raise_first(stopped)
 
     def end_runs(self, name: str | None, kind: str, ids: np.ndarray) -> None:
         """End the runs of these identities before the logger is closed."""
@@ -256,9 +256,12 @@ class Backend:
                 error.add_note(f"lox: {type(self).__name__} could not {what} a run")
                 self._errors.add(error)
 
-    def _raise_first(self) -> None:
+    def _raise_first(self, stopped: Exception | None) -> None:
+        """Raise our own error; if there is none, that of a program that was stopped."""
         self._refused = False
         self._errors.raise_first()
+        if stopped is not None:
+            raise stopped
 
     def __enter__(self) -> Self:
         return self

@@ -21,11 +21,20 @@ def forget(logger: Any) -> None:
     _open.pop(id(logger), None)
 
 
+def wait_for_programs() -> Exception | None:
+    """Wait until all host calls have been made. Returns the error of a program that was stopped."""
+    try:
+        jax.effects_barrier()
+    except Exception as error:
+        return error
+    return None
+
+
 @atexit.register
 def _close_all() -> None:
     if not _open:
         return
-    jax.effects_barrier()
+    wait_for_programs()
     for logger, process in list(_open.values()):
         if process != os.getpid():
             continue  # a forked child must not end its parent's runs

@@ -19,6 +19,7 @@ from .._transform import Eager
 from ._names import split_config
 from ._state import LoggerState, identity, words_of
 
+_config: Any = jax.config
 _latest = threading.local()  # the trace in which a message was sent last, and its token
 _SPEC = Spec((), (), (), (), False, None, "a call of a logger")
 
@@ -64,7 +65,7 @@ def send(logs: logdict, context: Any, receive: Receive) -> Any:
     if known is not trace:
         start = jnp.int32(0)
     _, token = emit(message(logs, context, _SPEC), sink=Sink(receive), token=start)
-    if not jax.config.jax_check_tracer_leaks:
+    if not _config.jax_check_tracer_leaks:
         _latest.sent = (trace, token)
     return token
 

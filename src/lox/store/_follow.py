@@ -90,10 +90,9 @@ class Follower:
         limits = folder.manifest.get("streams", {})
         self._read_streams(limits)
         horizon: int | None = max((s.newest for s in self._streams.values()), default=0)
-        if len(self._streams) > 1:
-            # What was written before the newest batch so far may have been missed in a stream that
-            # was read earlier; after a second look it is all there.
-            self._read_streams(limits)
+        # What was written before the newest batch so far may have been missed, in a stream that was
+        # read earlier or that is new since then; after a second look it is all there.
+        self._read_streams(limits)
         if self.state != "open":
             # Unless somebody has turned the streams into Parquet files while we looked for them.
             self.ended = "tables" not in Folder(self.path).manifest

@@ -56,8 +56,12 @@ class FolderWriter:
     def __init__(self, path: str, manifest: dict[str, Any]):
         self.path, self.manifest = path, manifest
         os.mkdir(path)
-        self._lock = hold(os.path.join(path, LOCK))
-        write_small(os.path.join(path, MANIFEST), manifest)
+        try:
+            self._lock = hold(os.path.join(path, LOCK))
+            write_small(os.path.join(path, MANIFEST), manifest)
+        except BaseException:  # as if nothing had been begun
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         self._streams: dict[Any, Stream] = {}
         self._all: list[Stream] = []
         self._made = 0
