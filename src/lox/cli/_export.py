@@ -59,7 +59,8 @@ class Chosen:
 
     def __init__(self, run: Any, keys: list[str] | None):
         self.run, self.keys = run, keys
-        self.name, self.path, self.config = run.name, run.path, run.config
+        self.name, self.path = run.name, run.path
+        self.group, self.config = run.group, run.config
 
     def timed(self) -> Any:
         return self.run.timed(self.keys)

@@ -31,7 +31,6 @@ def _has_runs(root: str) -> bool:
 
 def find(name: str, path: str | None = None) -> Any:
     """The runs that an argument means. At least one."""
-    import pyarrow.compute  # noqa: F401 (the readers of the store expect it)
 
     from .._runs import runs
 

@@ -94,10 +94,15 @@ class Backend:
     # --- on the host -------------------------------------------------------------------------
 
     def host_open(
-        self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
+        self,
+        name: str | None,
+        kind: str,
+        ids: np.ndarray,
+        configs: list[dict[str, Any]],
+        group: str | None = None,
     ) -> list[str]:
         """Begin the runs of these identities, one for each row; returns the names of new ones."""
-        infos = name_runs(name, kind, ids, configs)
+        infos = name_runs(name, kind, ids, configs, group)
         before = set(self._roster.handles)
         try:
             if self.exists == "overwrite" and self._worker is not None:

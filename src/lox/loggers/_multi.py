@@ -43,12 +43,17 @@ class MultiLogger(Logger):
         self.loggers = loggers
 
     def host_open(
-        self, name: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
+        self,
+        name: str | None,
+        kind: str,
+        ids: np.ndarray,
+        configs: list[dict[str, Any]],
+        group: str | None = None,
     ) -> list[str]:
         begun: list[tuple[Logger, list[str]]] = []
         try:
             for logger in self.loggers:
-                begun.append((logger, logger.host_open(name, kind, ids, configs)))
+                begun.append((logger, logger.host_open(name, kind, ids, configs, group)))
         except Exception:
             for logger, names in begun:  # all or none, so that the call can be repeated
                 logger.host_undo(names)

@@ -45,7 +45,11 @@ def run_exists(logger: str, name: str, where: str, why: str = "") -> RunExists:
 
 
 def name_runs(
-    template: str | None, kind: str, ids: np.ndarray, configs: list[dict[str, Any]]
+    template: str | None,
+    kind: str,
+    ids: np.ndarray,
+    configs: list[dict[str, Any]],
+    group: str | None = None,
 ) -> list[RunInfo]:
     """A run for each row of `ids` (words of the key, lane, flags: see `_state.identity`).
 
@@ -65,7 +69,7 @@ def name_runs(
     if len(set(names)) < len(names):
         names = [f"{name}-{int(row[-2])}" for name, row in zip(names, ids)]
     # The experiment: the template without what differs.
-    group = re.sub(r"[-_/= ]*(?<!\{)\{[^{}]*\}(?!\})", "", template or "") or names[0]
+    group = group or re.sub(r"[-_/= ]*(?<!\{)\{[^{}]*\}(?!\})", "", template or "") or names[0]
     rows = zip(names, configs, ids)
     return [RunInfo(name, group, config, int(row[-2])) for name, config, row in rows]
 

@@ -28,11 +28,21 @@ def folders(root: str) -> tuple[list[Folder], list[Damaged]]:
         path = os.path.normpath(os.path.join(root, name))
         try:
             found.append(Folder(path))
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # not a run, or one that is just being made or removed
+        except NotADirectoryError:
+            continue
+        except FileNotFoundError:  # not a run, or one that is just being made or removed
+            if any(f.endswith((".arrows", ".parquet")) for f in _files(path)):
+                damaged.append(Damaged(f"{path} is damaged: its {MANIFEST} is missing"))
         except Damaged as error:
             damaged.append(error)
     return sorted(found, key=lambda f: f.manifest["created_ns"]), damaged
+
+
+def _files(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
 
 
 class Taken(Exception):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .._errors import Damaged
 from ._lock import is_held
@@ -112,7 +113,7 @@ class StreamSource:
         picked = [b.select(names) for b in self.batches]
         table = pa.Table.from_batches(picked, pa.schema([self.schema.field(n) for n in names]))
         if len(self.counts) > 1:
-            table = table.filter(pa.compute.equal(table.column("run"), run))
+            table = table.filter(pc.equal(table.column("run"), run))
         return table
 
 

@@ -32,6 +32,8 @@ def size_at(data: memoryview, start: int) -> int | None:
     if data[start : start + 4] != _START:
         return None
     metadata = int.from_bytes(data[start + 4 : start + 8], "little")
+    if start + 8 + metadata > len(data):
+        return None
     for hash_at, digest, size in _texts(data[start : start + 8 + metadata]):
         if start + size <= len(data) and _hash(data[start : start + size], hash_at) == digest:
             return size

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
@@ -201,5 +202,5 @@ def read_parquet(path: str, record: dict[str, Any], columns: list[str], run: int
         reader = pq.ParquetFile(pa.PythonFile(file, "r"), metadata=metadata, pre_buffer=False)
         table = reader.read_row_groups(groups, columns=order, use_threads=False).select(order)
     if any(low != high for low, high in (record["runs"][g] for g in groups)):
-        table = table.filter(pa.compute.equal(table.column("run"), run))
+        table = table.filter(pc.equal(table.column("run"), run))
     return table

@@ -20,7 +20,7 @@ def send_run(run: Any, logger: Any, rows: int) -> None:
     words = xxhash.xxh3_128_digest(f"{run.path} {run.name} {next(_COUNT)}".encode())
     ids = np.append(np.frombuffer(words, np.uint32), np.uint32(0))
     template = run.name.replace("{", "{{").replace("}", "}}")
-    logger.host_open(template, "replay", ids[None], [run.config])
+    logger.host_open(template, "replay", ids[None], [run.config], run.group)
     for logs in windows(run, rows):
         logger.host_write(template, "replay", logs, ids)
 

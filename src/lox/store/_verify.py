@@ -93,6 +93,7 @@ def compact(root: str) -> Iterator[tuple[str, int, int]]:
     ...     print(before > 0, after > 0)
     True True
     """
+    first: Damaged | None = None
     for folder in folders(root)[0]:
         lock = hold(os.path.join(folder.path, LOCK))
         if lock is None:
@@ -103,8 +104,12 @@ def compact(root: str) -> Iterator[tuple[str, int, int]]:
                 before = folder_size(folder.path)
                 _compact(folder)
                 yield folder.path, before, folder_size(folder.path)
+        except Damaged as error:  # the others can be closed all the same
+            first = first or error
         finally:
             lock.release()
+    if first is not None:
+        raise first
 
 
 def _compact(folder: Folder) -> None:
