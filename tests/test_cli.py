@@ -796,7 +796,7 @@ def test_compact(store, run):
     assert code == 0
     assert re.fullmatch(r"\S*killed\t[\d.]+ k?B\t[\d.]+ k?B\n", out)
     assert err == "1 of 3 folders\n"
-    assert [r.state for r in lox.runs(store)] == ["closed"] * 6
+    assert [r.state for r in lox.runs(store)] == ["closed"] * 5 + ["crashed"]
     assert lox.runs(store)["killed"].load()["loss"].tolist() == [0, 1, 2, 3, 4]
     assert run("compact") == (0, "", "nothing to do\n")
 

@@ -116,8 +116,8 @@ def test_pytrees_text_and_arrays_without_elements():
     board.write(board.open(1), logdict.of_entries({"tree": entry}))
     board.write([0], rows({"note": np.array([["hello"]])}))
     lines = {x.key: x for x in board.snapshot().lines}
-    assert list(lines) == ["tree['a']", "tree['b']", "note"]
-    assert np.isnan(lines["tree['b']"].mean)
+    assert list(lines) == ["tree/a", "tree/b", "note"]
+    assert np.isnan(lines["tree/b"].mean)
     assert "hello" in str(_board_view.frame(board.snapshot(), 100))
     assert "note hello" in _board_view.line(board.snapshot())
     assert "hello" in _board_view.html(board.snapshot())

@@ -6,6 +6,7 @@ Nothing acknowledged is lost when the process dies, and corruption is always det
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -91,13 +92,18 @@ def server(shared_server):
     yield shared_server
     if shared_server.running:  # the test has failed half-way
         for pid in shared_server.running:
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
         shared_server.wait()
+
+
+def kill(pid):
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        os.kill(pid, signal.SIGKILL)
 
 
 def until(done):
     """Wait for something that is bound to happen."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.0005)
@@ -148,10 +154,11 @@ def check_root(root, words, lanes=1):
     assert [r.damage for r in reports] == [[] for _ in reports]
 
     if runs:
+        states = {run.name: run.state for run in runs}
         list(compact(root))
         assert all(r.torn == 0 and not r.damage for r in verify(root))
         for run in lox.runs(root):
-            assert run.state == "closed"
+            assert run.state == states[run.name]  # what it was stays known
             assert_same_logs(run.load(), before[run.name])
 
     with lox.SaveLogger(root, exists="resume") as logger:
@@ -198,7 +205,7 @@ def test_killed_at_random_moments(server, tmp_path, shard):
         wanted = moment.randrange(job["count"] + 2)
         until(lambda ack=ack, wanted=wanted: len(acknowledged(ack)) >= wanted)
         time.sleep(moment.choice([0, 0.001, 0.01]) * moment.random())
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
         [end] = server.wait()
         kills += end == -signal.SIGKILL
         words = acknowledged(ack)
@@ -231,7 +238,7 @@ def test_killed_while_compacting(server, tmp_path):
         dict(job="write", root=str(whole), ack=str(tmp_path / "w"), count=200, close=False)
     )
     until(lambda: writes_in(acknowledged(tmp_path / "w")) == 200)
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     server.wait()
     moment = random.Random(0)
     ends = []
@@ -240,7 +247,7 @@ def test_killed_while_compacting(server, tmp_path):
         shutil.copytree(whole, root)
         [pid] = server.start(dict(job="compact", root=str(root)))
         time.sleep(moment.uniform(0, 0.04))
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
         ends += server.wait()
         check_root(str(root), acknowledged(tmp_path / "w"))
     assert -signal.SIGKILL in ends
@@ -359,7 +366,7 @@ def test_race_for_one_name(server, tmp_path, exists):
         check_run(run, 3, 3)
         with pytest.raises(lox.loggers.RunExists, match="r0"):
             open_runs(lox.SaveLogger(root, exists=exists))
-        os.kill(pids[winner], signal.SIGKILL)
+        kill(pids[winner])
         server.wait()
         assert lox.runs(root)["r0"].state == "crashed"
 
@@ -372,7 +379,9 @@ def test_reading_while_another_process_writes(server, tmp_path):
         total = 60
         server.start(dict(job="write", root=root, count=total, pause=0.0005, sync_every=0.002))
         seen, held = 0, None
+        deadline = time.monotonic() + 60
         while seen < total or held.state != "closed":
+            assert time.monotonic() < deadline
             runs = lox.runs(root)
             assert not runs.damaged
             if not runs:
@@ -402,7 +411,7 @@ def test_two_compactions_at_once(server, tmp_path):
     assert not any(r.damage for r in verify(root))
     for name in ("one", "two"):
         run = lox.runs(root)[name]
-        assert run.state == "closed"
+        assert (run.state, os.listdir(run.path).count("0.parquet")) == ("crashed", 1)
         check_run(run, 3, 3)
 
 
@@ -934,9 +943,9 @@ def test_backend_that_hangs(sibling, lanes):
     )
     fun = jax.vmap(lambda s, x: logger.tap(logged, s)(x))
     try:
-        start = time.monotonic()
         for i in range(8):
             fun(states, jnp.full(lanes, float(i)))
+        start = time.monotonic()
         with pytest.raises(TimeoutError, match="Hanging") as caught:
             logger.flush()
         assert "timeout=" in "".join(described(caught.value))

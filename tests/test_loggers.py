@@ -494,3 +494,102 @@ def test_a_backend_that_hangs_is_given_up():
     assert_same(good.load("run")["c"], lox.spool(loop)(1.0)[1]["c"])
     assert hangs.dropped > 0
     hangs.gate.set()
+
+
+# --- what a batch means -------------------------------------------------------------------------
+
+
+def test_a_lane_that_never_logs_begins_no_run():
+    logger = Memory()
+
+    @jax.vmap
+    def maybe(key, wanted):
+        run = lambda key: logger.tap(loop, logger.init(key, name="r{lane}"))(1.0)
+        return jax.lax.cond(wanted, run, lambda key: 0.0, key)
+
+    maybe(jax.random.split(jax.random.key(0), 4), jnp.array([True, False, True, False]))
+    logger.flush()
+    assert sorted(logger.writes) == ["r0", "r2"]
+    assert [len(logger.load(r)["c"]) for r in ("r0", "r2")] == [7, 7]
+    logger.close()
+
+
+def test_a_batch_around_that_of_the_runs_is_an_axis_of_the_value():
+    logger = Memory()
+    states = jax.vmap(lambda k: logger.init(k, name="r{lane}"))(KEYS)
+    xs = jnp.arange(6.0).reshape(2, 3)
+    each = lambda xs: jax.vmap(lambda s, x: logger.tap(loop, s, every=7)(x))(states, xs)
+    jax.vmap(each)(xs)
+    logger.flush()
+    want = lox.spool(jax.vmap(jax.vmap(loop)))(xs)[1]["c"]  # (2, 3, 7)
+    for i in range(3):
+        got = logger.load(f"r{i}")
+        assert_same(got["c"], np.moveaxis(want[:, i], 1, 0))
+        assert got.step["c"].shape == (7,)
+    logger.close()
+
+
+def test_finish_ends_runs_one_by_one(tmp_path):
+    logger = lox.loggers.SaveLogger(tmp_path)
+    states = jax.vmap(lambda k: logger.init(k, name="r{lane}"))(KEYS)
+    other = logger.init(KEYS[0], name="other")
+    logger.log(states, {"x": jnp.arange(3.0)})
+    logger.finish(other)
+    logger.finish(jax.tree.map(lambda x: x[1], states))
+    assert [r.state for r in lox.runs(tmp_path)] == ["open"] * 3 + ["closed"]
+    logger.log(jax.tree.map(lambda x: x[2], states), {"x": 5.0})
+    logger.close()
+    assert {r.state for r in lox.runs(tmp_path)} == {"closed"}
+    np.testing.assert_array_equal(lox.runs(tmp_path)["r2"].load()["x"], [2.0, 5.0])
+
+
+def test_keys_in_many_branches_have_few_files(tmp_path):
+    def f(key):
+        def step(c, i):
+            u = jax.random.uniform(jax.random.fold_in(key, i), (6,))
+            for j in range(6):
+                jax.lax.cond(
+                    u[j] < 0.5, lambda j=j: [lox.log({f"k{j}": u[j]}, step=i), 0][1], lambda: 0
+                )
+            return c, None
+
+        return jax.lax.scan(step, 0.0, jnp.arange(200))[0]
+
+    logger = lox.loggers.SaveLogger(tmp_path)
+    logger.tap(f, logger.init(KEYS[0], name="run"), every=1)(KEYS[1])
+    logger.flush()
+    files = [p for p in (tmp_path / "run").iterdir() if p.suffix == ".arrows"]
+    assert len(files) <= 12
+    logger.close()
+    _, want = lox.spool(f)(KEYS[1])
+    got, want = lox.runs(tmp_path)["run"].load(), want.compact()
+    for key in want:
+        np.testing.assert_array_equal(got[key], want[key])
+        np.testing.assert_array_equal(got.step[key], want.step[key])
+
+
+def test_ctrl_c_stops_the_program_and_leaves_no_hole(tmp_path):
+    class Interrupted(lox.loggers.SaveLogger):
+        def write_runs(self, runs, logs):
+            if int(np.max(logs["c"])) >= 5:
+                raise KeyboardInterrupt
+            super().write_runs(runs, logs)
+
+    def count(x):
+        def step(c, i):
+            lox.log({"c": c}, step=i)
+            return c + 1, None
+
+        return jax.lax.scan(step, x, jnp.arange(1000))[0]
+
+    logger = Interrupted(tmp_path)
+    state = logger.init(KEYS[0], name="run")
+    with pytest.raises(KeyboardInterrupt):
+        logger.tap(count, state)(0)
+    with pytest.raises(Exception, match="KeyboardInterrupt"):
+        jax.block_until_ready(jax.jit(logger.tap(count, state))(0))
+    try:
+        logger.close()
+    except Exception as error:
+        assert "KeyboardInterrupt" in str(error)  # noqa: PT017 (a GPU tells of it again)
+    np.testing.assert_array_equal(lox.runs(tmp_path)["run"].load()["c"], [*range(5), *range(5)])

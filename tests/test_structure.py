@@ -16,21 +16,22 @@ FILES = sorted((ROOT / "src").rglob("*.py"))
 ORDER = {
     "lox": [
         *("_errors", "_compat", "_event", "_primitive", "_probe", "_reduce", "_format", "_entry"),
-        *("_optional", "_terminal", "_curves", "_plot", "_html", "_logdict", "_log", "_hidden"),
-        *("_survey", "_interpret", "_rows", "_collect", "_rules", "_custom_rules", "_shard_rule"),
+        *("_files", "_optional", "_terminal", "_curves", "_plot", "_html", "_logdict", "_log"),
+        *("_hidden", "_survey", "_interpret", "_rows", "_collect", "_rules", "_custom_rules"),
+        "_shard_rule",
         *("_jax_batching", "_jax_derivatives", "_plan", "_spool", "_stream", "_cache", "_compile"),
         *("_host", "_save", "_transform"),
     ],
     "store": [
-        *("_columns", "_frame", "_scan", "_append", "_lock", "_small", "_table", "_parquet"),
-        *("_writer", "_folder", "_catalog", "_join", "_frames", "_run", "_follow", "_replay"),
-        *("_verify", "__init__"),
+        *("_columns", "_frame", "_scan", "_append", "_lock", "_small", "_table", "_homes"),
+        *("_parquet", "_writer", "_folder", "_catalog", "_join", "_frames", "_run", "_follow"),
+        *("_replay", "_verify", "__init__"),
     ],
     "loggers": [
-        *("_state", "_names", "_lanes", "_queue", "_roster", "_exit", "_program", "_backend"),
-        *("_base", "_multi", "_save", "_rows", "_values", "_csv", "_tensorboard", "_mlflow"),
-        *("_wandb", "_snapshot", "_board", "_board_view", "_live", "_screen", "_console"),
-        "__init__",
+        *("_state", "_names", "_lanes", "_queue", "_roster", "_exit", "_program", "_contract"),
+        *("_backend", "_base", "_multi", "_save", "_rows", "_values", "_csv", "_tensorboard"),
+        *("_mlflow", "_wandb", "_snapshot", "_board", "_board_view", "_live", "_screen"),
+        *("_console", "__init__"),
     ],
     "lox, seen from outside": ["_runs", "wandb", "__init__"],
 }

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import struct
 import subprocess
 import sys
@@ -506,6 +507,40 @@ def test_wandb_has_histograms_and_images(wandb_folder):
     assert (row["h/not_finite"], row["step"]) == (1, 7)
     [file] = wandb_folder.glob("wandb/offline-run-*/files/media/images/*.png")
     np.testing.assert_array_equal(np.asarray(Image.open(file)), np.round(PICTURE * 255))
+
+
+def test_mlflow_has_images(tmp_path, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)  # which is where MLflow keeps artifacts
+    Tracker("mlflow", tmp_path).logged("a", at(7, picture=PICTURE), images=["picture"])
+    client, run = mlflow_run(tmp_path, "a")
+    files = [f.path for f in client.list_artifacts(run.info.run_id, "images")]
+    [name] = [f for f in files if f.endswith(".png")]
+    assert name.startswith("images/picture+step+7+")
+    image = np.asarray(Image.open(client.download_artifacts(run.info.run_id, name)))
+    np.testing.assert_array_equal(image, np.round(PICTURE * 255))
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
+def test_a_folder_that_is_removed_is_noticed(kind, tmp_path):
+    logger = Tracker(kind, tmp_path / "runs").logger()
+    state = logger.init(jax.random.key(0), name="a")
+    logger.log(state, {"x": 1.0})
+    logger.flush()
+    shutil.rmtree(tmp_path / "runs")
+    logger.log(state, {"x": 2.0})
+    with pytest.raises(FileNotFoundError, match="was removed while the run was being written"):
+        logger.close()
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "mlflow"])
+def test_a_run_named_by_a_key_that_is_taken_gets_a_number(kind, tmp_path):
+    for value in (1.0, 2.0):
+        with Tracker(kind, tmp_path).logger() as logger:
+            logger.log(logger.init(jax.random.key(3)), {"x": value})
+            [name] = logger._roster.handles
+    assert name == "00000000-00000003~2"
 
 
 def test_wandb_has_a_run_for_each_seed_in_one_group(wandb_folder):

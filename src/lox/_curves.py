@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ._entry import Entry, Layout, as_events, event_axis
+from ._event import leaf_name
 
 Array = Any
 Band = str | tuple[float, float] | None
@@ -133,7 +134,7 @@ def _values(entry: Entry, components: int) -> tuple[list[str], np.ndarray, tuple
             leaf = np.abs(leaf) if np.iscomplexobj(leaf) else leaf
             parts.append(leaf.sum(-1, dtype=float, keepdims=True) / elements)
         else:
-            name = jax.tree_util.keystr(path)
+            name = leaf_name("", path)
             names += [name + (str(list(i)) if i else "") for i in np.ndindex(shape)]
             parts.append(_real(leaf))
     if not elements:

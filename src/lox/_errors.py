@@ -124,6 +124,13 @@ def two_dtypes(key: str, first: str, here: str, line_first: str, line_here: str)
     )
 
 
+def no_option(caller: str, name: str) -> TypeError:
+    return TypeError(
+        f"{caller} has no option {name!r}. It has argnames, tags, prefix, keep_logs, every, "
+        "interval, reduce, static_argnums and static_argnames."
+    )
+
+
 def two_steps(key: str, first: Any, here: Any, line_first: str, line_here: str) -> ValueError:
     show = lambda names: ", ".join(names) or "no step"
     fix = ", ".join(f"{n}=..." for n in (first or here))

@@ -88,6 +88,11 @@ def once(event: Event, axes: frozenset[Axis]) -> Event:
     return event
 
 
+def leaf_name(key: str, path: Any) -> str:
+    """The name of a leaf of a key whose value is a pytree: `key/a/0`."""
+    return "/".join([key, *(jax.tree_util.keystr((p,), simple=True) for p in path)])
+
+
 def structure(tree: Any) -> Any:
     """`jax.tree.structure`, which is not typed."""
     return jax.tree.structure(tree)

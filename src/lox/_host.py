@@ -107,6 +107,11 @@ class Sink:
                         errors.fatal = True
                         errors.add(stop.error)
                     raise stop.error from None
+                except (KeyboardInterrupt, SystemExit) as stop:  # of the user, who wants an end
+                    if self.callback is None:
+                        errors.fatal = True
+                        errors.add(stop)
+                    raise
                 except BaseException as error:  # raised to the user later, with its own type
                     errors.add(error)
             return (token,)

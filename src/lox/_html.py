@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from ._entry import Entry, count_of, event_axis
+from ._event import leaf_name
 from ._terminal import binned, number
 
 SAMPLE = 200_000  # elements looked at for the numbers of a key; of larger ones, evenly spaced ones
@@ -86,7 +87,7 @@ def _rows(key: str, entry: Entry) -> list[list[str]]:
     with_path = jax.tree_util.tree_leaves_with_path(entry.value)
     ranks = entry.layout.ndims
     return [
-        _row(key + jax.tree_util.keystr(path), leaf, ndim, entry)
+        _row(leaf_name(key, path), leaf, ndim, entry)
         for (path, leaf), ndim in zip(with_path, ranks, strict=True)
     ]
 

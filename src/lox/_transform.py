@@ -151,7 +151,7 @@ def tap(
 
     Returns a function with the arguments and the result of `fun`.
     """
-    options = tap_options(argnames, tags, prefix, keep_logs, every, interval, reduce)
+    options = tap_options("lox.tap", argnames, tags, prefix, keep_logs, every, interval, reduce)
     call = _print if callback is None else callback
     if not callable(call):
         raise _errors.not_callable(call)
@@ -159,6 +159,7 @@ def tap(
 
 
 def tap_options(
+    caller: str,
     argnames: Names = None,
     tags: Names = None,
     prefix: str = "",
@@ -166,7 +167,10 @@ def tap_options(
     every: int | None = None,
     interval: int | None = None,
     reduce: Reduce = None,
+    **unknown: Any,
 ) -> Options:
+    if unknown:
+        raise _errors.no_option(caller, next(iter(unknown)))
     return Options.make(
         argnames,
         tags,

@@ -62,8 +62,8 @@ class Chosen:
         self.name, self.path = run.name, run.path
         self.group, self.config = run.group, run.config
 
-    def timed(self) -> Any:
-        return self.run.timed(self.keys)
+    def forms(self) -> Any:
+        return self.run.forms(self.keys)
 
 
 # --- files ---------------------------------------------------------------------------------------

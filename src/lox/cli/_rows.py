@@ -61,14 +61,15 @@ def events(rows: Any) -> np.ndarray:
 def _of_table(rows: Any, numbers: np.ndarray) -> Iterator[Line]:
     import jax
 
+    from .._event import leaf_name
+
     steps: dict[str, Any] = {}
     columns: dict[str, Any] = {}
     for key in rows.table.keys:
         entry = rows.table.entry(key, rows.data)
         steps |= entry.steps
         for path, x in jax.tree_util.tree_flatten_with_path(entry.value)[0]:
-            inner = jax.tree_util.keystr(path, simple=True, separator="/")
-            columns[f"{key}/{inner}" if path else key] = x
+            columns[leaf_name(key, path)] = x
     steps = {name: steps[name] for name in sorted(steps, key=lambda name: name != "step")}
     where = zip(rows.times.tolist(), numbers.tolist(), rows.lanes.tolist())
     for i, (time, event, lane) in enumerate(where):

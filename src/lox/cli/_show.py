@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +45,9 @@ class Key:
     @property
     def last_number(self) -> float:
         """Of an array, the mean of what is finite."""
-        return self.last if isinstance(self.last, int | float) else float(self.course[-1])
+        if isinstance(self.last, int | float):
+            return self.last
+        return math.nan if self.course is None else float(self.course[-1])
 
     def json(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k != "course"}
@@ -101,20 +104,20 @@ def _keys(run: Any, keys: list[str]) -> Iterator[Key]:
             entries = run.load([], damaged="skip")._entries
             for key in piece:
                 entries |= run.load([key], damaged="skip")._entries
-        for key in piece:
-            if key in entries:
-                yield from _leaves(key, entries[key])
+        for key, entry in entries.items():
+            yield from _leaves(key, entry)
 
 
 def _leaves(key: str, entry: Any) -> Iterator[Key]:
     import jax
     import numpy as np
 
+    from .._event import leaf_name
+
     names = sorted(entry.steps, key=lambda n: n != "step")
     steps = {n: [s[0].tolist(), s[-1].tolist()] for n in names if len(s := entry.steps[n])}
     for path, x in jax.tree_util.tree_flatten_with_path(entry.value)[0]:
-        name = "/".join([key, jax.tree_util.keystr(path, simple=True, separator="/")])
-        one = Key(name if path else key, x.dtype.name, [*x.shape[1:]], len(x), steps, None)
+        one = Key(leaf_name(key, path), x.dtype.name, [*x.shape[1:]], len(x), steps, None)
         if len(x):
             one.last = x[-1].tolist()
         if x.size:

@@ -8,10 +8,11 @@ never stops the program: its first error is kept until `flush` or `close`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -19,29 +20,29 @@ import numpy as np
 from .._host import Errors, Strict
 from .._logdict import iterate_entries, logdict
 from . import _exit
-from ._lanes import by_run, each_run
-from ._names import EXISTS, RunInfo, name_runs, run_exists
+from ._contract import Contract
+from ._lanes import by_run, lanes_with_events
+from ._names import EXISTS, RunExists, RunInfo, name_runs, run_exists
 from ._queue import POLICIES, Worker
 from ._roster import Refused, Roster, keys_of
 
 
-class Backend:
+class Backend(Contract):
     """The runs of a logger on the host. `Logger` adds what runs inside of programs."""
-
-    slow: ClassVar[bool] = True
 
     def __init__(
         self,
         *,
-        exists: str = "error",
+        exists: str | None = None,
         strict: bool = False,
         overflow: str = "block",
         capacity: int = 1024,
         timeout: float = 60.0,
     ):
-        _one_of("exists", exists, EXISTS)
+        _one_of("exists", exists or "error", EXISTS)
         _one_of("overflow", overflow, POLICIES)
-        self.exists, self.strict = exists, strict
+        self.exists, self.strict = exists or "error", strict
+        self._numbers = exists is None  # runs that are named by a key that is taken
         self._queue_options = (overflow, capacity, timeout)
         self._worker: Worker | None = None
         self._errors = Errors("it failed {} more time(s); none of those events was written")
@@ -50,48 +51,6 @@ class Backend:
         self._roster = Roster()
         self._refused = False
         self._closed = False
-
-    # --- what a backend writes ---------------------------------------------------------------
-
-    def open_run(self, info: RunInfo) -> Any:
-        """Begin a run. What it returns is given to the other methods."""
-        raise NotImplementedError
-
-    def write_run(self, run: Any, logs: logdict) -> None:
-        """Write events. Every key of `logs` is a row of events, in order; all values are NumPy."""
-        raise NotImplementedError
-
-    def close_run(self, run: Any) -> None:
-        """End a run."""
-
-    def replace_run(self, run: Any) -> None:
-        """End an open run that a new one of the same name replaces."""
-        self.close_run(run)
-
-    def undo_run(self, run: Any) -> None:
-        """Forget a run that has just begun, if the backend can."""
-        self.close_run(run)
-
-    def flush_run(self, run: Any) -> None:
-        """Make sure that what was written is where it belongs."""
-
-    # A backend that can treat many runs at once replaces these.
-
-    def open_runs(self, infos: Sequence[RunInfo]) -> list[Any]:
-        return [self.open_run(info) for info in infos]
-
-    def write_runs(self, runs: list[Any], logs: logdict) -> None:
-        """Write events of several runs: `logs` has an axis over them in front (see `_lanes`)."""
-        errors = []
-        for lane, own in each_run(logs, len(runs)):
-            try:
-                self.write_run(runs[lane], own)
-            except Exception as error:  # one run that fails is no reason to lose the others
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    # --- on the host -------------------------------------------------------------------------
 
     def host_open(
         self,
@@ -108,7 +67,7 @@ class Backend:
             if self.exists == "overwrite" and self._worker is not None:
                 self._worker.drain()  # of the runs that may be given up
             with self._backend():
-                self._open_new(infos)
+                infos = self._open_new(infos)
         except Exception as error:
             error.add_note(f"lox: {type(self).__name__} could not begin {infos[0].name!r}")
             raise
@@ -134,8 +93,12 @@ class Backend:
             self._refused = True
             self._failed(error)
 
-    def _open_new(self, infos: list[RunInfo]) -> None:
-        """Open runs, but for those that this logger has open already and is to go on with."""
+    def _open_new(self, infos: list[RunInfo]) -> list[RunInfo]:
+        """Open runs, but for those that this logger has open already and is to go on with.
+
+        A name that the user has not chosen is no reason to fail: unless told what to do with runs
+        that exist, those named by a key get a number. Returns the runs as they are named now.
+        """
         handles = self._roster.handles
         again = [i.name for i in infos if i.name in handles]
         if again and self.exists == "error":
@@ -144,9 +107,17 @@ class Backend:
             for name in again:
                 self.replace_run(self._roster.remove(name, replaced=True))
         new = [i for i in infos if i.name not in handles]
-        if new:
-            opened = self.open_runs(new)
-            handles |= {i.name: h for i, h in zip(new, opened, strict=True)}
+        first = infos
+        for n in itertools.count(2):
+            try:
+                opened = self.open_runs(new) if new else []
+                break
+            except RunExists:
+                if not (self._numbers and new[0].from_key):
+                    raise
+                infos = new = [i.numbered(n) for i in first]
+        handles |= {i.name: h for i, h in zip(new, opened, strict=True)}
+        return infos
 
     def host_write(self, name: str | None, kind: str, logs: logdict, ids: np.ndarray) -> None:
         """Write a message: `logs` for the runs of `ids`, any batch axes in front of both."""
@@ -154,6 +125,9 @@ class Backend:
             if self._closed:
                 raise ValueError(f"{type(self).__name__} is closed; these events came after")
             rows, logs = by_run(logs, ids)
+            there = lanes_with_events(logs, len(rows))
+            if len(there) < len(rows):  # of a branch that other lanes took
+                rows, logs = rows[there], jax.tree.map(lambda x: x[there], logs)
             new = self._roster.unknown(name, kind, rows)
             if new:  # states from elsewhere: a checkpoint, another process
                 self.host_open_later(name, kind, rows[new], [{} for _ in new])

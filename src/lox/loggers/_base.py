@@ -49,7 +49,8 @@ class Logger(Backend):
     Arguments:
 
     - `exists`: what happens when a run of the same name is there already: `"error"`, `"overwrite"`
-      or `"resume"`.
+      or `"resume"`. By default it is an error for a name of yours, and a run that is named by its
+      key gets a number behind it.
     - `strict`: raise a backend's error at once, and stop the program, instead of at `flush`.
     - `overflow`: what happens when a slow backend can't keep up: `"block"`, `"drop_oldest"` or
       `"decimate"`. `logger.dropped` counts the writes given up.
@@ -70,6 +71,11 @@ class Logger(Backend):
 
     def log(self, state: LoggerState, logs: Any, prefix: str = "") -> None:
         """Write a logdict (or a dict) to the run of `state`, inside or outside of `jit`."""
+        if not isinstance(state, LoggerState):
+            raise TypeError(
+                f"logger.log takes the state of a run first, got {type(state).__name__}. Write "
+                "state = logger.init(key) and logger.log(state, logs)."
+            )
         logs = logs.prefix(prefix) if isinstance(logs, logdict) else _one_event(state, logs, prefix)
         if not logs:
             return
@@ -96,7 +102,7 @@ class Logger(Backend):
     def tap(self, fun: Callable, state: LoggerState, **options: Any) -> Callable:
         """`lox.tap`, every event (or window of `every=` iterations) written as it happens."""
         static = (options.pop("static_argnums", None), options.pop("static_argnames", None))
-        chosen = _transform.tap_options(**options)
+        chosen = _transform.tap_options("logger.tap", **options)
         receive = self.receiver(state)
         tapped = _transform.tap_into(fun, receive, chosen, static, context=state.id)
 
@@ -106,6 +112,12 @@ class Logger(Backend):
             return tapped(*args, **kwargs)
 
         return logged
+
+    def finish(self, state: LoggerState) -> None:
+        """End the runs of a state now, not only when the logger is closed. Outside of `jit`."""
+        self._check_eager(state)
+        ids = np.asarray(state.id)
+        self.end_runs(state.name, state.kind, ids.reshape(-1, ids.shape[-1]))
 
     def receiver(self, state: LoggerState) -> Callable[[logdict, Any], None]:
         name, kind = state.name, state.kind

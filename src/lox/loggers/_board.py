@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from .._entry import Entry
+from .._event import leaf_name
 from .._logdict import iterate_entries, logdict
 from ._snapshot import Line, Snapshot, finite_mean, over_runs, speed
 
@@ -194,7 +195,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
         yield key, value
     else:
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            yield key + jax.tree_util.keystr(path), leaf
+            yield leaf_name(key, path), leaf
 
 
 def _numbers(x: np.ndarray) -> np.ndarray | None:

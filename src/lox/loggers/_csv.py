@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from .._files import check_there, naming
 from .._logdict import logdict
 from ._base import Logger
 from ._names import RunInfo, plain, run_exists
@@ -93,6 +94,7 @@ class CSVLogger(Logger):
             raise
 
     def _write_rows(self, run: _Run, done: list[Row]) -> None:
+        check_there(run.file.fileno(), run.path)
         still_open = [run.merger.last] if run.merger.last else []
         run.steps |= {name for row in (*done, *still_open) for name in row.steps}
         complete, last = ([row.columns() for row in rows] for rows in (done, still_open))
@@ -106,15 +108,18 @@ class CSVLogger(Logger):
         run.end += len(text)
 
     def close_run(self, run: _Run) -> None:
-        run.file.close()
+        with run.file:
+            check_there(run.file.fileno(), run.path)
 
     def undo_run(self, run: _Run) -> None:
-        self.close_run(run)
+        run.file.close()
         if run.is_new:
             run.path.unlink()
 
     def flush_run(self, run: _Run) -> None:
-        os.fsync(run.file.fileno())
+        with naming(run.path):
+            check_there(run.file.fileno(), run.path)
+            os.fsync(run.file.fileno())
 
 
 def _widen(run: _Run, new: list[str], complete: list[Cells], last: list[Cells]) -> None:

@@ -27,12 +27,39 @@ from .._logdict import iterate_entries, logdict
 
 def by_run(logs: logdict, ids: np.ndarray) -> tuple[np.ndarray, logdict]:
     """The identities of the runs, one a row, and the logs with one axis over them in front."""
-    first = ids[(0,) * (ids.ndim - 1)]
-    if ids.size > first.size and (ids == first).all():
-        ids = first  # one run, in a batch that is none of its own
-    batch = ids.shape[:-1]
-    entries = {k: _normal(k, as_events(_on_host(e)), batch) for k, e in iterate_entries(logs)}
+    batch, inner = ids.shape[:-1], []
+    for axis, size in enumerate(batch):
+        if size > 1 and (ids == ids.take([0], axis)).all():
+            inner.append(axis)  # the same runs along it: it is none of their own
+    ids = ids[tuple(0 if i in inner else slice(None) for i in range(len(batch)))]
+    entries = {}
+    for key, entry in iterate_entries(logs):
+        entry = as_events(_on_host(entry))
+        entries[key] = _normal(key, _behind(entry, batch, inner), ids.shape[:-1])
     return ids.reshape(-1, ids.shape[-1]), logdict.of_entries(entries)
+
+
+def _behind(entry: Entry, batch: tuple[int, ...], inner: list[int]) -> Entry:
+    """The entry with some of its batch axes behind the others."""
+    if not inner:
+        return entry
+
+    def move(x: np.ndarray, axis: int) -> np.ndarray:
+        if x.shape[: len(batch)] != batch or axis < len(batch):
+            return x  # the same for all runs, or an error that `_normal` will name
+        return np.moveaxis(x, inner, range(len(batch) - len(inner), len(batch)))
+
+    return entry.map_events(move)
+
+
+def lanes_with_events(logs: logdict, runs: int) -> list[int]:
+    """Those runs that logged anything."""
+    there = np.zeros(runs, bool)
+    for _, entry in iterate_entries(logs):
+        if entry.mask is None:
+            return list(range(runs))
+        there |= entry.mask.any(1)
+    return np.flatnonzero(there).tolist()
 
 
 def of_run(logs: logdict, lane: int) -> logdict:
@@ -70,7 +97,7 @@ def _on_host(entry: Entry) -> Entry:
 
 def _native(x: Any) -> np.ndarray:
     x = np.asarray(x)
-    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+    return x if x.dtype.isnative else x.astype(np.dtype(x.dtype.type))
 
 
 def _normal(key: str, entry: Entry, batch: tuple[int, ...]) -> Entry:

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from .._logdict import logdict
@@ -15,7 +16,7 @@ from .._optional import need
 from ._base import Logger
 from ._names import RunInfo, run_exists
 from ._rows import Index, rows_of
-from ._values import Unheld, is_number, whole
+from ._values import Unheld, images, is_number, whole
 
 METRICS, PARAMS, LENGTH = 1000, 100, 250  # the most that MLflow takes at a time, and in a name
 INTERVAL = 1.0  # seconds between two calls for a run: each takes a transaction of the database
@@ -54,6 +55,8 @@ class MLflowLogger(Logger):
     - `tracking_uri`: a database or a server: `"sqlite:///mlflow.db"`, `"http://…"`.
     - `experiment`: the experiment that the runs belong to. Made, if there is none of that name.
     - `tags`: tags for every run.
+    - `images`: keys that are images: (height, width), or with 1, 3 or 4 channels as a last axis.
+      They are artifacts of the run.
     - `options`: those of `lox.loggers.Logger`.
     """
 
@@ -62,9 +65,11 @@ class MLflowLogger(Logger):
         tracking_uri: str = "sqlite:///mlflow.db",
         experiment: str = "lox",
         tags: dict[str, str] | None = None,
+        images: Sequence[str] = (),
         **options: Any,
     ):
         super().__init__(**options)
+        self.images = frozenset(images)
         self.tracking_uri, self.experiment, self.tags = tracking_uri, experiment, tags or {}
         self._client: Any = None
         self._experiment_id: str | None = None
@@ -104,7 +109,11 @@ class MLflowLogger(Logger):
             if row.x.dtype.kind in "iu":  # else the metric's step is not exact
                 del columns[row.axis]
             for key, value in columns.items():
-                if is_number(value):
+                if key in self.images:
+                    for name, x in images(key, value):
+                        x = x[..., 0] if x.shape[-1] == 1 else x
+                        self._client.log_image(run.id, x, key=self._name(name), step=step)
+                elif is_number(value):
                     number = metric(self._name(key), float(value), run.moment, step)
                     run.waiting.append(number)
                 else:

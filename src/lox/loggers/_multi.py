@@ -72,6 +72,9 @@ class MultiLogger(Logger):
     def host_write(self, name: str | None, kind: str, logs: logdict, ids: np.ndarray) -> None:
         self._each(lambda logger: logger.host_write(name, kind, logs, ids))
 
+    def end_runs(self, name: str | None, kind: str, ids: np.ndarray) -> None:
+        self._each(lambda logger: logger.end_runs(name, kind, ids))
+
     def _check(self) -> None:
         super()._check()
         self._each(lambda logger: logger._check())

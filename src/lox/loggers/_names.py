@@ -23,15 +23,29 @@ class RunInfo:
     group: str  # the same for all runs of one `init`: the experiment they belong to
     config: dict[str, Any]
     lane: int
+    from_key: bool  # is it named by its key, or by the user
+
+    def numbered(self, n: int) -> RunInfo:
+        """The n-th run of this name."""
+        return dataclasses.replace(self, name=f"{self.name}~{n}")
 
 
 class RunExists(FileExistsError):
     """A run of this name is there already, and the logger was not told what to do with it.
 
-    >>> import lox
-    >>> issubclass(lox.loggers.RunExists, FileExistsError)
+    >>> import jax, lox, tempfile
+    >>> path = tempfile.mkdtemp()
+    >>> with lox.loggers.SaveLogger(path) as logger:
+    ...     state = logger.init(jax.random.key(0), name="first")
+    >>> try:
+    ...     lox.loggers.SaveLogger(path).init(jax.random.key(0), name="first")
+    ... except lox.loggers.RunExists as error:
+    ...     print("exists='resume'" in str(error))
     True
     """
+
+
+RunExists.__module__ = "lox.loggers"  # as users know it
 
 
 def run_exists(logger: str, name: str, where: str, why: str = "") -> RunExists:
@@ -71,7 +85,8 @@ def name_runs(
     # The experiment: the template without what differs.
     group = group or re.sub(r"[-_/= ]*(?<!\{)\{[^{}]*\}(?!\})", "", template or "") or names[0]
     rows = zip(names, configs, ids)
-    return [RunInfo(name, group, config, int(row[-2])) for name, config, row in rows]
+    from_key = template is None
+    return [RunInfo(n, group, config, int(row[-2]), from_key) for n, config, row in rows]
 
 
 def key_name(words: np.ndarray, kind: str) -> str:
@@ -82,12 +97,17 @@ def key_name(words: np.ndarray, kind: str) -> str:
 
 def _fill(template: str, key: str, lane: int, config: dict[str, Any]) -> str:
     known = {**config, "key": key, "lane": lane}
+    may = ", ".join("{" + k + "}" for k in known)
     try:
         return template.format(**known)
-    except (KeyError, IndexError) as error:
+    except KeyError as error:
         raise ValueError(
-            f"the name {template!r} asks for {error.args[0]!r}. It may use "
-            + ", ".join("{" + k + "}" for k in known)
+            f"the name {template!r} asks for {error.args[0]!r}. It may use {may}."
+        ) from None
+    except (IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"the name {template!r} is no template ({error}). It may use {may}; a brace is written "
+            "{{ or }}."
         ) from None
 
 
@@ -104,6 +124,7 @@ def split_config(config: Any) -> tuple[list[Any], Any]:
             raise TypeError(
                 f"config is a {type(config).__name__}; give a dict: config=dict(lr=3e-4, …)"
             ) from None
+    config = _with_string_keys(config)
     leaves, tree = jax.tree.leaves(config), structure(config)
     moving = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
@@ -114,6 +135,11 @@ def split_config(config: Any) -> tuple[list[Any], Any]:
         return plain(tree.unflatten(filled))
 
     return [leaves[i] for i in moving], restore
+
+
+def _with_string_keys(x: Any) -> Any:
+    """JAX sorts the keys of a dict, which must be of one type for that."""
+    return {str(k): _with_string_keys(v) for k, v in x.items()} if type(x) is dict else x
 
 
 def plain(x: Any) -> Any:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from .._entry import Entry
+from .._event import leaf_name
 from .._logdict import iterate_entries, logdict
 
 INDEX = "index"
@@ -169,8 +170,7 @@ def _leaves(key: str, entry: Entry) -> dict[str, np.ndarray]:
     """The arrays of a key, each with a name. A pytree has one name for each leaf."""
     leaves: dict[str, np.ndarray] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(entry.value)[0]:
-        name = "/".join([key, jax.tree_util.keystr(path, simple=True, separator="/")])
-        name = name if path else key
+        name = leaf_name(key, path)
         if x.dtype.kind == "c":  # no tracker has complex numbers
             leaves |= {f"{name}/real": x.real, f"{name}/imag": x.imag}
         else:

@@ -69,6 +69,8 @@ class SaveLogger(Logger):
         self.path = os.path.abspath(os.fspath(path))
         self.compact, self.sync_every = compact, sync_every
         self._folders: list[Any] = []
+        self._ended_lanes: dict[int, set[int]] = {}  # of folders in which other runs go on
+        self._closing = False
         self._written, self._ended = threading.Event(), threading.Event()
         self._syncer: threading.Thread | None = None
         need("pyarrow", "")
@@ -130,10 +132,15 @@ class SaveLogger(Logger):
         run.folder.sync()
 
     def close_run(self, run: Place) -> None:
-        run.folder.close(self.compact)
+        ended = self._ended_lanes.setdefault(id(run.folder), set())
+        ended.add(run.lane)
+        if len(ended) == len(run.folder.manifest["runs"]) or self._closing:
+            run.folder.close(self.compact)
+            self._folders = [f for f in self._folders if f is not run.folder]
 
     def close(self) -> None:
         """Flush, end all runs, and turn them into Parquet files."""
         self._ended.set()
         self._written.set()
+        self._closing = True
         super().close()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .._files import check_there
 from .._logdict import logdict
 from .._optional import need
 from ._base import Logger
@@ -83,19 +84,22 @@ class TensorBoardLogger(Logger):
 
     def write_run(self, run: _Run, logs: logdict) -> None:
         summary = _protos().summary_pb2.Summary
+        check_there(run.file.fileno(), run.file.name)
         for row in rows_of(logs, run.index):
             self._put(run, step=whole(row.x), summary=summary(value=self._values(row)))
         run.file.flush()
         self._unheld.warn()
 
     def close_run(self, run: _Run) -> None:
-        run.file.close()
+        with run.file:
+            check_there(run.file.fileno(), run.file.name)
 
     def undo_run(self, run: _Run) -> None:
-        self.close_run(run)
+        run.file.close()
         pathlib.Path(run.file.name).unlink()
 
     def flush_run(self, run: _Run) -> None:
+        check_there(run.file.fileno(), run.file.name)
         run.file.flush()
         os.fsync(run.file.fileno())
 

@@ -77,7 +77,7 @@ class WandbLogger(Logger):
         group: str | None = None,
         images: Sequence[str] = (),
         *,
-        exists: str = "error",
+        exists: str | None = None,
         strict: bool = False,
         overflow: str = "block",
         capacity: int = 1024,
@@ -114,7 +114,8 @@ class WandbLogger(Logger):
         options: dict[str, Any] = {
             **self._init,
             "name": info.name,
-            "id": run_id,
+            # Online, W&B itself gives another id to a run whose key was used before.
+            "id": None if self._numbers and info.from_key and not offline else run_id,
             "group": self._group or info.group,
             "config": {**self._init.get("config", {}), **info.config},
             "reinit": "create_new",

@@ -8,17 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 
-
-@contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Errors of the system say which file they are about."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or path
-        raise
+from .._files import check_there, naming
 
 
 class AppendFile:
@@ -32,8 +23,7 @@ class AppendFile:
         self.torn = False  # a write failed, and could not be taken back
 
     def append(self, data: bytearray | bytes) -> None:
-        if os.fstat(self.handle).st_nlink == 0:
-            raise FileNotFoundError(f"{self.path} was removed while the run was being written")
+        check_there(self.handle, self.path)
         rest = memoryview(data)
         try:
             with naming(self.path):

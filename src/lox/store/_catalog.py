@@ -27,7 +27,7 @@ def folders(root: str) -> tuple[list[Folder], list[Damaged]]:
     for name in ["."] if is_one else sorted(os.listdir(root)):
         path = os.path.normpath(os.path.join(root, name))
         try:
-            found.append(Folder(path))
+            found.append(_folder(path))
         except NotADirectoryError:
             continue
         except FileNotFoundError:  # not a run, or one that is just being made or removed
@@ -36,6 +36,19 @@ def folders(root: str) -> tuple[list[Folder], list[Damaged]]:
         except Damaged as error:
             damaged.append(error)
     return sorted(found, key=lambda f: f.manifest["created_ns"]), damaged
+
+
+# Folders as they were when last seen; a manifest is never changed in place.
+_seen: dict[str, tuple[tuple[int, int], Folder]] = {}
+
+
+def _folder(path: str) -> Folder:
+    found = os.stat(os.path.join(path, MANIFEST))
+    version = (found.st_ino, found.st_mtime_ns)
+    known = _seen.get(path)
+    if known is None or known[0] != version:
+        known = _seen[path] = (version, Folder(path))
+    return known[1]
 
 
 def _files(path: str) -> list[str]:

@@ -43,7 +43,16 @@ class Folder:
             if is_held(os.path.join(self.path, LOCK)):
                 return "open"
             self.refresh()  # it may have been closed since
-        return "closed" if self.manifest["state"] == "closed" else "crashed"
+        closed = self.manifest["state"] == "closed" and "crashed" not in self.manifest
+        return "closed" if closed else "crashed"
+
+    def replaced(self) -> bool:
+        """Is there something else now, or nothing?"""
+        try:
+            now = read_small(os.path.join(self.path, MANIFEST))
+        except FileNotFoundError:
+            return True
+        return now["created_ns"] != self.manifest["created_ns"]
 
     @property
     def lanes(self) -> dict[str, int]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pyarrow as pa
 
-from .. import _errors
+from .._event import leaf_name
 from .._logdict import iterate_entries, logdict
 from .._optional import need
 from ._columns import from_column, to_column
@@ -20,36 +19,16 @@ from ._table import Table
 Parts = Iterable[tuple[int, Table, pa.Table]]  # the part of the run, a table, its rows
 
 
-@dataclasses.dataclass
-class Wide:
-    """One column over all rows of a run: where it has values, and which."""
-
-    rows: list[np.ndarray] = dataclasses.field(default_factory=list)
-    values: list[np.ndarray] = dataclasses.field(default_factory=list)
-
-    def filled(self, name: str, total: int, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The values of all rows, and which of them there are."""
-        shapes = list(dict.fromkeys(str(x.shape[1:]) for x in self.values))
-        if len(shapes) > 1:
-            ways = ("an earlier write", "a later one")
-            raise _errors.two_shapes(name, shapes[0], shapes[1], *ways)
-        values = concatenated(name, self.values)
-        if values.dtype.isbuiltin != 1:
-            values = values.astype(np.float32)  # Arrow and pandas have no such type; exact
-        at = np.concatenate(self.rows)
-        there = np.zeros(total, bool)
-        there[at] = True
-        whole = np.zeros((total, *values.shape[1:]), values.dtype)
-        whole[at] = values
-        return whole[order], there[order]
+Filled = tuple[np.ndarray, np.ndarray]  # the values of all rows, and which of them there are
 
 
-def _gather(parts: Parts) -> tuple[np.ndarray, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """The time of each row, and for each column its values and where there are any."""
+def _gather(parts: Parts) -> tuple[np.ndarray, dict[str, Filled]]:
+    """The time of each row, and the columns. One whose shape changes, or whose dtype does so that
+    none holds all values, is several: `key`, `key#2` …"""
     parts = list(parts)
     steps = dict.fromkeys(c.of for _, table, _ in parts for c in table.steps)
     taken = {*steps, "time"}
-    columns: dict[str, Wide] = {name: Wide() for name in steps}
+    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in steps}
     times, total = [], 0
     for part, table, data in parts:
         rows = np.arange(total, total + len(data))
@@ -58,14 +37,38 @@ def _gather(parts: Parts) -> tuple[np.ndarray, dict[str, tuple[np.ndarray, np.nd
         named = [(c.of, c) for c in table.steps]
         named += [(c.name if c.name != c.of else _free(c.of, taken), c) for c in table.values]
         for name, c in named:
-            wide = columns.setdefault(name, Wide())
-            wide.rows.append(rows)
-            wide.values.append(from_column(data.column(c.name), c.dtype, c.shape))
+            values = from_column(data.column(c.name), c.dtype, c.shape)
+            found.setdefault(name, []).append((rows, values))
     if not times:
         return np.zeros(0, np.int64), {}
     order = in_order(times)
-    time = np.concatenate([t for _, t in times])[order]
-    return time, {name: wide.filled(name, total, order) for name, wide in columns.items()}
+    columns = {}
+    for name, pieces in found.items():
+        for n, (at, values) in enumerate(_forms(pieces), 1):
+            there = np.zeros(total, bool)
+            there[at] = True
+            whole = np.zeros((total, *values.shape[1:]), values.dtype)
+            whole[at] = values
+            columns[name if n == 1 else f"{name}#{n}"] = (whole[order], there[order])
+    return np.concatenate([t for _, t in times])[order], columns
+
+
+def _forms(pieces: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[Any, np.ndarray]]:
+    """The rows and values of a column, those together that can be one array."""
+    groups: dict[Any, list[Any]] = {}
+    for piece in pieces:
+        groups.setdefault(piece[1].shape[1:], []).append(piece)
+    for group in groups.values():
+        by_dtype: dict[Any, list[Any]] = {}
+        for piece in group:
+            by_dtype.setdefault(piece[1].dtype, []).append(piece)
+        whole = concatenated([x for _, x in group])
+        for same in [group] if whole is not None else by_dtype.values():
+            values = concatenated([x for _, x in same])
+            assert values is not None
+            if values.dtype.isbuiltin != 1:
+                values = values.astype(np.float32)  # Arrow and pandas have no such type; exact
+            yield np.concatenate([rows for rows, _ in same]), values
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -135,7 +138,9 @@ def xarray_dataset(logs: logdict, config: dict[str, Any]) -> Any:
                 taken.add(name)
                 coords[name] = (axis, steps)
         for path, x in leaves:
-            name = "/".join([key, *(jax.tree_util.keystr((p,), simple=True) for p in path)])
+            name = leaf_name(key, path)
+            name = _free(name, taken) if path else name
+            taken.add(name)
             inner = [_free(f"{name}.{i}", taken) for i in range(x.ndim - 1)]
             variables[name] = ((axis, *inner), x)
     attrs = {k: v for k, v in config.items() if isinstance(v, str | int | float)}

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _errors
 from .._entry import Entry
 from .._event import structure
 
@@ -24,24 +23,53 @@ class Piece:
     entry: Entry
 
 
-def joined(key: str, pieces: list[Piece]) -> tuple[np.ndarray, Entry]:
-    """All events in the order of their writing, and when that was."""
-    if len(pieces) == 1:
-        return pieces[0].time, pieces[0].entry
-    pieces = _same_form(pieces)
+def forms(pieces: list[Piece]) -> list[tuple[np.ndarray, Entry]]:
+    """The events of a key in the order of their writing, and when that was.
+
+    There is more than one of these where events can't be one array: if the key's shape or the names
+    of its steps have changed, or its dtype, and none holds all values.
+    """
+    groups: dict[Any, list[Piece]] = {}
+    for piece in _same_form(pieces):
+        groups.setdefault(_form(piece.entry), []).append(piece)
+    out = []
+    for group in groups.values():
+        whole = _joined(group)
+        if whole is not None:
+            out.append(whole)
+            continue
+        by_dtype: dict[Any, list[Piece]] = {}
+        for piece in group:
+            by_dtype.setdefault(_dtypes(piece.entry), []).append(piece)
+        out += [one for same in by_dtype.values() if (one := _joined(same)) is not None]
+    return out
+
+
+def _joined(pieces: list[Piece]) -> tuple[np.ndarray, Entry] | None:
+    """Pieces of the same form as one, if that can be done exactly."""
     first = pieces[0].entry
-    ways = ("an earlier write", "a later one")
-    for other in (p.entry for p in pieces[1:]):
-        if set(other.steps) != set(first.steps):
-            raise _errors.two_steps(key, tuple(first.steps), tuple(other.steps), *ways)
-        if structure(other.value) != structure(first.value) or _shapes(other) != _shapes(first):
-            raise _errors.two_shapes(key, _shapes(first), _shapes(other), *ways)
+    if len(pieces) == 1:
+        return pieces[0].time, first
     order = in_order([(p.part, p.time) for p in pieces])
-    join = lambda *xs: concatenated(key, xs)[order]
-    value = jax.tree.map(join, *(p.entry.value for p in pieces))
-    steps = {name: join(*(p.entry.steps[name] for p in pieces)) for name in first.steps}
+    leaves = [concatenated(xs) for xs in zip(*(jax.tree.leaves(p.entry.value) for p in pieces))]
+    steps = {name: concatenated([p.entry.steps[name] for p in pieces]) for name in first.steps}
+    if any(x is None for x in (*leaves, *steps.values())):
+        return None
+    pick = lambda x: x[order]
+    value = jax.tree.map(pick, structure(first.value).unflatten(leaves))
     times = np.concatenate([p.time for p in pieces])
-    return times[order], Entry(value, steps, first.layout)
+    return times[order], Entry(value, jax.tree.map(pick, steps), first.layout)
+
+
+def _form(entry: Entry) -> Any:
+    shapes = tuple(x.shape[1:] for x in jax.tree.leaves(entry.value))
+    steps = tuple(sorted((name, s.shape[1:]) for name, s in entry.steps.items()))
+    return structure(entry.value), shapes, steps
+
+
+def _dtypes(entry: Entry) -> Any:
+    steps = tuple((name, s.dtype) for name, s in sorted(entry.steps.items()))
+    return tuple(x.dtype for x in jax.tree.leaves(entry.value)), steps
 
 
 def _same_form(pieces: list[Piece]) -> list[Piece]:
@@ -74,15 +102,13 @@ def in_order(pieces: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
     return np.lexsort((np.concatenate([time for _, time in pieces]), parts))
 
 
-def concatenated(key: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """One array; of different dtypes, one that holds the very numbers of all."""
+def concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """One array; of different dtypes, one that holds the very numbers of all, if there is such."""
     dtype = common_dtype({x.dtype for x in arrays})
     out = [x.astype(dtype) for x in arrays]
-    for x, y in zip(arrays, out):
-        if x.dtype != dtype and not _exact(x, y):
-            first, other = sorted({x.dtype.name for x in arrays})[:2]
-            raise _errors.two_dtypes(key, first, other, "an earlier write", "a later one")
-    return np.concatenate(out)
+    if all(x.dtype == dtype or _exact(x, y) for x, y in zip(arrays, out)):
+        return np.concatenate(out)
+    return None
 
 
 def common_dtype(dtypes: Any) -> np.dtype:
@@ -98,8 +124,3 @@ def _exact(x: np.ndarray, wide: np.ndarray) -> bool:
         whole = wide.real
         return all(int(a) == int(b) for a, b in zip(x.reshape(-1), whole.reshape(-1)))
     return True  # wider of its own kind
-
-
-def _shapes(entry: Entry) -> str:
-    arrays = [*jax.tree.leaves(entry.value), *entry.steps.values()]
-    return ", ".join(str(x.shape[1:]) for x in arrays)

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from .._errors import Damaged
+from .._files import naming
 from ._scan import contents, scan
 from ._table import Table
 
@@ -54,7 +55,7 @@ def compact_stream(source: str, target: str, runs: int, size: int) -> dict[str, 
                     table = table.take(pa.array(order))
                 spans.append([int(run.min()), int(run.max())])
                 writer.write_table(table, row_group_size=max(len(table), 1))
-        with open(temporary, "rb+") as file:
+        with open(temporary, "rb+") as file, naming(target):
             os.fsync(file.fileno())
         record = _record(temporary, os.path.basename(target))
         os.replace(temporary, target)

@@ -27,15 +27,20 @@ def send_run(run: Any, logger: Any, rows: int) -> None:
 
 def windows(run: Any, rows: int) -> Iterator[logdict]:
     """What was logged, cut into pieces in time. One write is never cut."""
-    keys = run.timed()
-    times = np.unique(np.concatenate([t for t, _ in keys.values()])) if keys else np.zeros(0)
-    longest = max((len(t) for t, _ in keys.values()), default=0)
-    pieces = max(1, -(-longest // rows))
+    keys = run.forms()
+    all_times = [t for of_key in keys.values() for t, _ in of_key]
+    times = np.unique(np.concatenate(all_times)) if all_times else np.zeros(0)
+    pieces = max(1, -(-max(map(len, all_times), default=0) // rows))
     edges = [*times[:: max(1, -(-len(times) // pieces))], np.iinfo(np.int64).max]
     for start, stop in itertools.pairwise(edges):
-        entries = {}
-        for key, (time, entry) in keys.items():
-            low, high = np.searchsorted(time, [start, stop])
-            if high > low:
-                entries[key] = entry.map_events(lambda x, _, at=slice(low, high): x[at])
-        yield logdict.of_entries(entries)
+        for n in range(max(map(len, keys.values()))):  # a logdict has one form of a key
+            entries = {}
+            for key, of_key in keys.items():
+                if n < len(of_key):
+                    time, entry = of_key[n]
+                    low, high = np.searchsorted(time, [start, stop])
+                    if high > low:
+                        cut = lambda x, _, at=slice(low, high): x[at]
+                        entries[key] = entry.map_events(cut)
+            if entries:
+                yield logdict.of_entries(entries)

@@ -15,7 +15,7 @@ from .._logdict import logdict
 from ._catalog import folders
 from ._folder import Folder, ParquetSource, StreamSource
 from ._frames import arrow_table, pandas_frame, polars_frame, xarray_dataset
-from ._join import Piece, joined
+from ._join import Piece, forms
 from ._table import Table
 
 
@@ -82,25 +82,35 @@ class Run:
     def load(self, keys: Iterable[str] | str | None = None, damaged: str = "error") -> logdict:
         """What was logged: every key a row of events, in order, with its steps.
 
+        If the shape of a key has changed on the way, or the names of its steps, the events that do
+        not fit the first ones are under `key#2` (and so on).
+
         - `keys`: read only these; the others are not touched.
         - `damaged`: `"error"` raises `lox.Damaged` if a checksum does not fit; `"skip"` leaves out
           what is damaged.
         """
         wanted = self._wanted(keys)
-        found = self.timed(wanted, damaged)
-        order = wanted if wanted is not None else found
-        return logdict.of_entries({k: found[k][1] for k in order if k in found})
+        found = self.forms(wanted, damaged)
+        entries = {}
+        for key in wanted if wanted is not None else found:
+            for n, (_, entry) in enumerate(found.get(key, ()), 1):
+                entries[key if n == 1 else self._form_name(key, n)] = entry
+        return logdict.of_entries(entries)
 
-    def timed(
+    def forms(
         self, wanted: list[str] | None = None, damaged: str = "error"
-    ) -> dict[str, tuple[np.ndarray, Entry]]:
-        """Each key as `load` has it, with the time of every event in nanoseconds."""
+    ) -> dict[str, list[tuple[np.ndarray, Entry]]]:
+        """The events of each key with their time in nanoseconds; see `_join.forms`."""
         pieces: dict[str, list[Piece]] = {}
         for part, table, data in self._read(wanted, damaged):
             time = data.column("time").to_numpy().astype(np.int64)
             for key in table.keys:
                 pieces.setdefault(key, []).append(Piece(part, time, table.entry(key, data)))
-        return {key: joined(key, of_key) for key, of_key in pieces.items()}
+        return {key: forms(of_key) for key, of_key in pieces.items()}
+
+    def _form_name(self, key: str, n: int) -> str:
+        name = f"{key}#{n}"
+        return name if name not in self.keys else self._form_name(name, n)
 
     def to_arrow(self, keys: Iterable[str] | str | None = None) -> Any:
         """All rows as one Arrow table: time, steps, and a column for each key."""
@@ -140,6 +150,7 @@ class Run:
         """The number of the part, a table and its rows of this run; the oldest part first."""
         for part, source, lane in self._numbered_sources():
             if source.damage and damaged != "skip":
+                self._check_replaced()
                 raise Damaged(
                     f"run {self.name!r}: {source.damage[0]}. What is not damaged can be read with "
                     "run.load(damaged='skip')."
@@ -155,8 +166,16 @@ class Run:
             try:
                 yield part, table, source.read(columns, lane)
             except Damaged:
+                self._check_replaced()
                 if damaged != "skip":
                     raise
+
+    def _check_replaced(self) -> None:
+        if any(folder.replaced() for folder, _ in self._parts):
+            raise LookupError(
+                f"run {self.name!r} was overwritten or removed since it was listed. Call lox.runs "
+                "again."
+            )
 
     def __repr__(self) -> str:
         keys = ", ".join(self.keys)

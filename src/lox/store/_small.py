@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from .._errors import Damaged
-from ._append import naming
+from .._files import naming
 
 
 def write_small(path: str, content: dict[str, Any], sync: bool = True) -> None:
@@ -57,7 +57,8 @@ def read_small(path: str) -> dict[str, Any]:
 def sync_folder(path: str) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -47,6 +47,13 @@ def verify(root: str) -> Iterator[Report]:
 
 
 def verify_folder(folder: Folder) -> Report:
+    report = _checked(folder)
+    while report.damage and folder.refresh():  # it was closed while we looked
+        report = _checked(folder)
+    return report
+
+
+def _checked(folder: Folder) -> Report:
     size = os.path.getsize(os.path.join(folder.path, MANIFEST))
     report = Report(folder.path, folder.state, 1, size)
     try:
@@ -121,6 +128,8 @@ def _compact(folder: Folder) -> None:
             raise Damaged(f"{folder.path}: {found.damage[0]}")
         sizes[name] = len(found.data) - found.torn  # what is torn was never acknowledged
     manifest = {k: v for k, v in folder.manifest.items() if k != "streams"}
+    if not closed:
+        manifest["crashed"] = True  # what it was stays known
     end_folder(folder.path, manifest, sizes, compact=True)
 
 

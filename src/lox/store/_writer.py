@@ -23,6 +23,7 @@ from .._errors import Damaged
 from .._logdict import iterate_entries, logdict
 from ._append import AppendFile
 from ._frame import BLANK, seal
+from ._homes import Homes
 from ._lock import hold
 from ._parquet import compact_stream
 from ._small import write_small
@@ -63,6 +64,7 @@ class FolderWriter:
             shutil.rmtree(path, ignore_errors=True)
             raise
         self._streams: dict[Any, Stream] = {}
+        self._homes = Homes()
         self._all: list[Stream] = []
         self._made = 0
         self._time = manifest["created_ns"]
@@ -75,8 +77,9 @@ class FolderWriter:
 
         When it returns, all of it is with the operating system. If it fails, none of it is kept.
         """
-        tables = flat_tables(list(iterate_entries(logs)))
+        groups = flat_tables(list(iterate_entries(logs)))
         with self._writing:
+            tables = [table for flat, mask in groups for table in self._homes.split(flat, mask)]
             self._time = max(time.time_ns(), self._time + 1)
             before: list[tuple[Stream, int]] = []
             try:
