@@ -1,4 +1,4 @@
-"""What saving runs costs: speed beside other writers, bytes on disk, bytes read, many runs at once."""
+"""What saving runs costs: speed beside other writers, bytes on disk and read, many runs at once."""
 
 from __future__ import annotations
 

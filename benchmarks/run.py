@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-from _measure import compiled_bytes, once, optimised_hlo, race
-from jax import lax
-
 import loggers_ppo
 import loggers_store
+from _measure import compiled_bytes, once, optimised_hlo, race
+from jax import lax
 
 import lox
 

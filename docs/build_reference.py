@@ -28,8 +28,8 @@ WIDTH = 92
 HEAD = """\
 # Reference
 
-Every public name of `lox` and `logify`. Loggers are also in `lox.loggers`. Written from the docstrings by `make docs`; the examples
-run in the tests.
+Every public name of `lox` and `logify`. Loggers are also in `lox.loggers`. Written from the
+docstrings by `make docs`; the examples run in the tests.
 """
 
 

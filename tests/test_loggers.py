@@ -593,3 +593,14 @@ def test_ctrl_c_stops_the_program_and_leaves_no_hole(tmp_path):
     except Exception as error:
         assert "KeyboardInterrupt" in str(error)  # noqa: PT017 (a GPU tells of it again)
     np.testing.assert_array_equal(lox.runs(tmp_path)["run"].load()["c"], [*range(5), *range(5)])
+
+
+def test_a_tracker_that_does_not_answer_does_not_hold_up_the_program():
+    class Unreachable(Memory):
+        def open_run(self, info):
+            threading.Event().wait(20)
+
+    logger = Unreachable(timeout=0.2)
+    with pytest.raises(TimeoutError, match="Unreachable could not begin a run"):
+        logger.init(KEYS[0])
+    logger.close()

@@ -411,6 +411,9 @@ def test_changed_key_has_several_forms(tmp_path, change, form):
             np.testing.assert_array_equal(logs.steps[step][name][0], want)
     assert (logs["y"].tolist(), logs["z"].tolist()) in (([2, 2], [3, 4]), ([2], [3, 4]))
     assert set(run.load("x")) == {"x", "x#2"}
+    assert set(run.load(["x#2", "z"])) == {"x#2", "z"}
+    with pytest.raises(KeyError, match="x#3"):
+        run.load("x#3")
     if change in ("shape", "rank"):
         assert {"x", "x#2"} <= set(run.to_pandas().columns)
     with lox.SaveLogger(tmp_path / "again") as logger:

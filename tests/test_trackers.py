@@ -522,6 +522,12 @@ def test_mlflow_has_images(tmp_path, monkeypatch):
     np.testing.assert_array_equal(image, np.round(PICTURE * 255))
 
 
+def test_mlflow_server_that_is_down_is_named():
+    logger = MLflowLogger("http://127.0.0.1:9")
+    with pytest.raises(ConnectionError, match="can't be reached"):
+        logger.init(jax.random.key(0))
+
+
 @pytest.mark.parametrize("kind", ["csv", "tensorboard"])
 def test_a_folder_that_is_removed_is_noticed(kind, tmp_path):
     logger = Tracker(kind, tmp_path / "runs").logger()

@@ -37,13 +37,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..store._run import FORM
+
     asked = [args.name, *args.more]
     runs = {name: find(name, args.path) for name in asked}
     keys = _keys([r for found in runs.values() for r in found], args.keys)
     logs: dict[str, list[Any]] = {}
     for name, found in runs.items():
-        loaded = [r.load([k for k in keys if k in r.keys]) for r in found]
+        loaded = [r.load([k for k in keys if FORM.sub("", k) in r.keys]) for r in found]
         logs[_label(name, found)] = [x for x in loaded if x]
+        others = sorted({k for one in loaded for k in one if k not in keys})
+        if others:  # the shape or the steps of a key have changed on the way
+            out.note(f"not drawn, draw them by name: {', '.join(others)}")
     band = None if args.band == "none" else args.band
     try:
         if args.output:
@@ -64,6 +69,8 @@ def _keys(runs: list[Any], asked: list[str]) -> list[str]:
     """The keys to draw: those asked for, or the first few that are numbers."""
     import fnmatch
 
+    from ..store._run import FORM
+
     known = list(dict.fromkeys(k for r in runs for k in r.keys))
     if not known:
         raise Mistake("nothing has been logged yet")
@@ -74,7 +81,7 @@ def _keys(runs: list[Any], asked: list[str]) -> list[str]:
         return scalars[:LIMIT] or known[:LIMIT]
     chosen: list[str] = []
     for key in asked:
-        found = [key] if key in known else fnmatch.filter(known, key)
+        found = [key] if FORM.sub("", key) in known else fnmatch.filter(known, key)
         if not found:
             raise Mistake(f"no key {key!r} was logged\nkeys: {', '.join(known)}")
         chosen += [k for k in found if k not in chosen]
@@ -99,6 +106,10 @@ def _picture(logs: dict[str, list[Any]], keys: list[str], args: Any, band: str |
     from .._plot import plot
 
     figure = plot(logs if len(logs) > 1 else next(iter(logs.values())), keys, args.x, **_how(args))
+    [label, *others] = logs
+    if not others:
+        band = "" if args.band == "none" or label == os.path.basename(args.name) else args.band
+        figure.suptitle(f"{label}, band: {band}" if band else label, fontsize=10)
     try:
         figure.savefig(args.output, dpi=150)
     except ValueError as error:  # a format that matplotlib does not know

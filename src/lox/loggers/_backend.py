@@ -23,7 +23,7 @@ from . import _exit
 from ._contract import Contract
 from ._lanes import by_run, lanes_with_events
 from ._names import EXISTS, RunExists, RunInfo, name_runs, run_exists
-from ._queue import POLICIES, Worker
+from ._queue import POLICIES, Worker, within
 from ._roster import Refused, Roster, keys_of
 
 
@@ -110,7 +110,7 @@ class Backend(Contract):
         first = infos
         for n in itertools.count(2):
             try:
-                opened = self.open_runs(new) if new else []
+                opened = self._open_in_time(new) if new else []
                 break
             except RunExists:
                 if not (self._numbers and new[0].from_key):
@@ -118,6 +118,13 @@ class Backend(Contract):
                 infos = new = [i.numbered(n) for i in first]
         handles |= {i.name: h for i, h in zip(new, opened, strict=True)}
         return infos
+
+    def _open_in_time(self, new: list[RunInfo]) -> list[Any]:
+        if not self.slow:
+            return self.open_runs(new)
+        # A tracker that can't be reached must not hold up the program for longer.
+        timeout = self._queue_options[2]
+        return within(timeout, type(self).__name__, lambda: self.open_runs(new))
 
     def host_write(self, name: str | None, kind: str, logs: logdict, ids: np.ndarray) -> None:
         """Write a message: `logs` for the runs of `ids`, any batch axes in front of both."""

@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import time
+import urllib.error
+import urllib.request
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -145,6 +147,7 @@ class MLflowLogger(Logger):
             need("alembic", "mlflow")
         # It says at length that it makes the tables of a new database.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        _check_reachable(self.tracking_uri)
         client = need("mlflow", "mlflow").MlflowClient(self.tracking_uri)
         found = client.get_experiment_by_name(self.experiment)
         if found is None:
@@ -199,6 +202,21 @@ class MLflowLogger(Logger):
                 name = f"{start}_{tries}"
             self._names[key] = name
         return name
+
+
+def _check_reachable(uri: str) -> None:
+    """MLflow would go on trying for minutes."""
+    if not uri.startswith("http"):
+        return
+    try:
+        urllib.request.urlopen(uri, timeout=10).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except OSError as error:
+        raise ConnectionError(
+            f"the MLflow server {uri} can't be reached: {error}. Start it with `mlflow server`, or "
+            "write to a file: MLflowLogger('sqlite:///mlflow.db')."
+        ) from error
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> Any:

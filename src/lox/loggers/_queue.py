@@ -22,6 +22,27 @@ from typing import Any
 POLICIES = ("block", "drop_oldest", "decimate")
 
 
+def within(timeout: float, name: str, work: Callable[[], Any]) -> Any:
+    """The result of `work`, which is given so many seconds and then left to itself."""
+    done: list[Any] = []
+
+    def run() -> None:
+        try:
+            done.append((work(), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=run, name=f"lox {name}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not done:
+        raise TimeoutError(f"{name} could not begin a run within {timeout:g} s (timeout=…)")
+    result, error = done[0]
+    if error is not None:
+        raise error
+    return result
+
+
 class Worker:
     """Runs `work(item)` in a thread, in order. `work` must not raise."""
 

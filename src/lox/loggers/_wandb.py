@@ -91,6 +91,8 @@ class WandbLogger(Logger):
             raise TypeError(f"WandbLogger takes no {name!r}. Use {NOT_HERE[name]}.")
         self.images = frozenset(images)
         self._group = group
+        if init.get("dir") is not None:  # W&B's service may have been started elsewhere
+            init["dir"] = os.path.abspath(init["dir"])
         self._init = {"project": project, **init}
         self._wandb: Any = None
         self._unheld = Unheld(type(self).__name__)

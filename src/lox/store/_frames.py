@@ -66,8 +66,9 @@ def _forms(pieces: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[Any, n
         for same in [group] if whole is not None else by_dtype.values():
             values = concatenated([x for _, x in same])
             assert values is not None
-            if values.dtype.isbuiltin != 1:
-                values = values.astype(np.float32)  # Arrow and pandas have no such type; exact
+            if values.dtype.isbuiltin != 1:  # Arrow and pandas have no such type; this is exact
+                is_integer = jax.numpy.issubdtype(values.dtype, jax.numpy.integer)
+                values = values.astype(np.int16 if is_integer else np.float32)
             yield np.concatenate([rows for rows, _ in same]), values
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from ._folder import Folder, ParquetSource, StreamSource
 from ._frames import arrow_table, pandas_frame, polars_frame, xarray_dataset
 from ._join import Piece, forms
 from ._table import Table
+
+FORM = re.compile(r"#\d+$")  # of a key with several forms, those after the first
 
 
 class Run:
@@ -94,7 +97,13 @@ class Run:
         entries = {}
         for key in wanted if wanted is not None else found:
             for n, (_, entry) in enumerate(found.get(key, ()), 1):
-                entries[key if n == 1 else self._form_name(key, n)] = entry
+                entries[key if n == 1 else f"{key}#{n}"] = entry
+        asked = {keys} if isinstance(keys, str) else set(keys or ())
+        missing = asked - set(entries)
+        if missing and damaged != "skip":  # a form that is not there
+            raise self._no_key(missing.pop())
+        if any(FORM.search(key) for key in asked):
+            entries = {k: e for k, e in entries.items() if k in asked or FORM.sub("", k) in asked}
         return logdict.of_entries(entries)
 
     def forms(
@@ -107,10 +116,6 @@ class Run:
             for key in table.keys:
                 pieces.setdefault(key, []).append(Piece(part, time, table.entry(key, data)))
         return {key: forms(of_key) for key, of_key in pieces.items()}
-
-    def _form_name(self, key: str, n: int) -> str:
-        name = f"{key}#{n}"
-        return name if name not in self.keys else self._form_name(name, n)
 
     def to_arrow(self, keys: Iterable[str] | str | None = None) -> Any:
         """All rows as one Arrow table: time, steps, and a column for each key."""
@@ -132,11 +137,15 @@ class Run:
         if keys is None:
             return None
         wanted = [keys] if isinstance(keys, str) else list(keys)
-        known = self.keys
+        known = set(self.keys)
+        wanted = [k if k in known else FORM.sub("", k) for k in wanted]
         for key in wanted:
             if key not in known:
-                raise KeyError(f"run {self.name!r} has no key {key!r}. It has: {', '.join(known)}")
-        return wanted
+                raise self._no_key(key)
+        return list(dict.fromkeys(wanted))
+
+    def _no_key(self, key: str) -> KeyError:
+        return KeyError(f"run {self.name!r} has no key {key!r}. It has: {', '.join(self.keys)}")
 
     def _sources(self) -> Iterator[tuple[StreamSource | ParquetSource, int]]:
         return ((source, lane) for _, source, lane in self._numbered_sources())
