@@ -5,8 +5,9 @@ it. All of them work through jit, vmap, grad, scan, while_loop, cond, remat, cus
 shard_map. `loggers` turn it into runs: on disk, in the terminal, in trackers.
 """
 
+from _loxio import Damaged as Damaged
+
 from . import loggers as loggers
-from ._errors import Damaged as Damaged
 from ._errors import LogError as LogError
 from ._host import flush as flush
 from ._log import log as log

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Damaged", "LogError"]
+__all__ = ["LogError"]
 
 
 class LogError(Exception):
@@ -25,24 +25,7 @@ class LogError(Exception):
     """
 
 
-class Damaged(Exception):
-    """A file of a saved run is not what was written: a disk or a copy has changed it.
-
-    >>> import jax, lox, pathlib, tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp())
-    >>> with lox.loggers.SaveLogger(path) as logger:
-    ...     logger.log(logger.init(jax.random.key(0), name="first"), {"x": 1.0})
-    >>> file = path / "first" / "0.parquet"
-    >>> _ = file.write_bytes(file.read_bytes()[:-1])
-    >>> try:
-    ...     lox.runs(path)["first"].load()
-    ... except lox.Damaged as error:
-    ...     print("bytes instead of" in str(error))
-    True
-    """
-
-
-LogError.__module__ = Damaged.__module__ = "lox"  # as users know them
+LogError.__module__ = "lox"  # as users know it
 
 
 def _keys(spec: Any) -> str:

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: Exception) -> int:
-    from .._errors import Damaged
+    from _loxio import Damaged
 
     text, code = message(error), FAILED
     if isinstance(error, Damaged):

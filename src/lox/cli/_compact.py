@@ -21,7 +21,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .._errors import Damaged
+    from _loxio import Damaged
+
     from ..store import compact
     from ..store._catalog import folders
     from ..store._verify import folder_size

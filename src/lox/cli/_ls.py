@@ -87,7 +87,8 @@ class _Tables:
 
 
 def _tables(part: Any) -> _Tables:
-    from .._errors import Damaged
+    from _loxio import Damaged
+
     from ..store._verify import folder_size
 
     try:

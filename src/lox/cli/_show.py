@@ -92,7 +92,7 @@ def _about(run: Any) -> dict[str, Any]:
 
 def _keys(run: Any, keys: list[str]) -> Iterator[Key]:
     """What is damaged is left out, and said."""
-    from .._errors import Damaged
+    from _loxio import Damaged
 
     # Of Parquet files each key is read by itself; a stream is read whole anyway.
     pieces = [[k] for k in keys] if run.state == "closed" else [keys]

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from .._files import check_there, naming
+from _loxio import check_there, naming
+
 from .._logdict import logdict
 from ._base import Logger
 from ._names import RunInfo, plain, run_exists

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .._files import check_there
+from _loxio import check_there
+
 from .._logdict import logdict
 from .._optional import need
 from ._base import Logger

@@ -11,10 +11,9 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from .._errors import Damaged
+from _loxio import Damaged, exclusive, hold, write_small
+
 from ._folder import Folder
-from ._lock import exclusive, hold
-from ._small import write_small
 from ._writer import FORMAT, LOCK, MANIFEST, FolderWriter
 
 _CLAIM = ".claim"

@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .._errors import Damaged
-from ._lock import is_held
+from _loxio import Damaged, is_held, read_small
+
 from ._parquet import read_batches, read_parquet, read_schema
 from ._scan import Damage, scan
-from ._small import read_small
 from ._table import Table
 from ._writer import FORMAT, LOCK, MANIFEST, SYNCED
 

@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from .._errors import Damaged
+from _loxio import Damaged
+
 from ._folder import Folder
 from ._frame import is_torn, size_at
 from ._parquet import CheckedFile

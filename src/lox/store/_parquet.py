@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from .._errors import Damaged
-from .._files import naming
+from _loxio import Damaged, naming
+
 from ._scan import contents, scan
 from ._table import Table
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from _loxio import Damaged
+
 from .._entry import Entry
-from .._errors import Damaged
 from .._logdict import logdict
 from ._catalog import folders
 from ._folder import Folder, ParquetSource, StreamSource

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import xxhash
 
-from .._errors import Damaged
+from _loxio import Damaged, hold
+
 from ._catalog import folders
 from ._folder import Folder
-from ._lock import hold
 from ._scan import Damage, contents, scan
 from ._writer import LOCK, MANIFEST, end_folder
 

@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .._errors import Damaged
+from _loxio import AppendFile, Damaged, hold, write_small
+
 from .._logdict import iterate_entries, logdict
-from ._append import AppendFile
 from ._frame import BLANK, seal
 from ._homes import Homes
-from ._lock import hold
 from ._parquet import compact_stream
-from ._small import write_small
 from ._table import Flat, Table, flat_tables
 
 MANIFEST, SYNCED, LOCK = "manifest.json", "synced.json", "lock"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from .._files import check_there, naming
+from ._naming import check_there, naming
 
 
 class AppendFile:

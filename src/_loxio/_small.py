@@ -8,10 +8,7 @@ import os
 import uuid
 from typing import Any
 
-import xxhash
-
-from .._errors import Damaged
-from .._files import naming
+from ._naming import Damaged, naming
 
 
 def write_small(path: str, content: dict[str, Any], sync: bool = True) -> None:
@@ -68,4 +65,6 @@ def _text(content: dict[str, Any]) -> str:
 
 
 def _hash(text: str) -> str:
+    import xxhash  # not needed by those who only import this
+
     return xxhash.xxh3_64_hexdigest(text.encode())
