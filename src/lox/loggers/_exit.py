@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+_told: set[str] = set()  # errors of stopped programs
 _open: dict[int, tuple[Any, int]] = {}  # loggers with runs, kept alive until they are closed
 
 
@@ -22,11 +23,16 @@ def forget(logger: Any) -> None:
 
 
 def wait_for_programs() -> Exception | None:
-    """Wait until all host calls have been made. Returns the error of a program that was stopped."""
+    """Wait until all host calls have been made. Returns the error of a program that was stopped.
+
+    JAX tells of it again and again, until another program has run on that device; we tell it once.
+    """
     try:
         jax.effects_barrier()
     except Exception as error:
-        return error
+        again = str(error) in _told
+        _told.add(str(error))
+        return None if again else error
     return None
 
 
