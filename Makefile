@@ -58,6 +58,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "jaxlox needs Python 3.11 or later; set PYTHON=... (found: $(PYTHON))"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
+	@# PyTorch comes first, and only where the pinned version is the one for CPUs.
+	@if $(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
+	  echo "$(PY) $(PIP) -c constraints.txt torch"; $(PY) $(PIP) -c constraints.txt torch; fi
 	$(PY) $(PIP) -c constraints.txt -e '.[test,demo]'
 	@touch $@
 

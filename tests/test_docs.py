@@ -81,12 +81,15 @@ def run(test: doctest.DocTest, clear: bool = True) -> None:
 
 def modules() -> list[str]:
     """The modules of both packages."""
+    packages = [lox, logify]
+    if importlib.util.find_spec("torch") is not None:  # which its examples use
+        packages.append(importlib.import_module("logix"))
     found = [
         m.name
-        for package in (lox, logify)
+        for package in packages
         for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
-    return ["lox", "logify", *(name for name in found if "__main__" not in name)]
+    return [*(p.__name__ for p in packages), *(name for name in found if "__main__" not in name)]
 
 
 @pytest.mark.parametrize("name", modules())

@@ -1,0 +1,57 @@
+"""Log per-sample gradients to a store, and ask which training examples explain a query.
+
+    run = logix.init(project="mnist")
+    logix.setup({"log": "grad", "save": "grad", "statistic": "kfac"})
+    logix.watch(model)
+    with run(data_id=batch): loss.backward()
+
+The functions of the module act on the run of `init`. Neither torch nor JAX is imported until a
+model is watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from ._run import LogIX as LogIX
+
+_current: LogIX | None = None
+
+
+def init(project: str, config: Any = None, **options: Any) -> LogIX:
+    """Begin a run, on which the module's other functions act.
+
+    >>> import logix
+    >>> run = logix.init("digits")
+    >>> logix.setup({"log": "grad", "statistic": "kfac"})
+    >>> sorted(run.settings.statistics)
+    ['kfac']
+
+    Arguments: those of `LogIX`.
+    """
+    global _current
+    _current = LogIX(project, config, **options)
+    return _current
+
+
+def _run() -> LogIX:
+    if _current is None:
+        raise RuntimeError("there is no run yet. Call logix.init(project=…) first.")
+    return _current
+
+
+class _Module(types.ModuleType):
+    """The module as a run: `logix.setup(…)`, `logix.influence`, `with logix(data_id=…):`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not (hasattr(LogIX, name) or name == "influence"):
+            raise AttributeError(f"module 'logix' has no attribute {name!r}")
+        return getattr(_run(), name)
+
+    def __call__(self, data_id: Any, mask: Any = None) -> Any:
+        return _run()(data_id, mask)
+
+
+sys.modules[__name__].__class__ = _Module

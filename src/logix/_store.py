@@ -1,0 +1,251 @@
+"""Writing a row store: rows with ids in a folder, by one or several processes.
+
+When `append` returns, its rows are with the operating system and outlive the process; they are on
+the disk after `flush` and `close`, and by the first append that comes `sync_every` seconds later.
+`_verify` has what the folder holds, and reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from _loxio import Damaged, exclusive, hold, is_held, write_small
+
+from ._commits import PartWriter, recover
+from ._ids import Id, Known, as_ids, encode_ids
+from ._rowtypes import RowType
+from ._verify import (
+    FORMAT,
+    KIND,
+    MANIFEST,
+    open_part,
+    open_parts,
+    read_manifest,
+    read_writer,
+    store_files,
+    writer_file,
+    writer_numbers,
+)
+from ._verify import RowStore as RowStore
+
+
+def row_size(layout: Sequence[dict[str, Any]]) -> int:
+    """Values in a row. A layout is a list of {name, shape, offset}, without gaps."""
+    size = 0
+    for part in layout:
+        if part["offset"] != size:
+            raise ValueError(f"{part['name']!r} is at offset {part['offset']} instead of {size}")
+        size += math.prod(part["shape"])
+    return size
+
+
+def _claim(
+    path: str, wanted: dict[str, Any], writer: int, run: str | None, resume: bool, overwrite: bool
+) -> dict[str, Any]:
+    """The manifest of the store that is there and may be written to, or of a new one."""
+    there = store_files(path)
+    new_here = f"{writer:04d}.json" not in there
+    known = None
+    try:
+        known = read_manifest(path) if there else None
+    except Damaged:
+        if not overwrite or there == [MANIFEST]:  # it may be something else's
+            raise
+    if known and (resume or (new_here and run is not None and run == known["run"])):
+        for key, value in wanted.items():
+            if known[key] != value:
+                why = "it was written in another way, and can't be continued in this one"
+                raise ValueError(f"{path} has {key}={known[key]!r}, not {value!r}: {why}")
+        return known
+    if there and not overwrite:
+        how = "pass resume=True to continue it, overwrite=True to remove it, or another path"
+        raise FileExistsError(f"there is a store at {path}: {how}")
+    locks = {n for n in os.listdir(path) if n.endswith(".lock") and n[:-5].isdigit()}
+    locks -= {f"{writer:04d}.lock"}
+    if any(is_held(os.path.join(path, n)) for n in locks):
+        raise FileExistsError(f"the store at {path} is being written by another process")
+    for name in sorted({*there, *locks}, key=lambda n: n != MANIFEST):  # what makes it a store
+        os.unlink(os.path.join(path, name))
+    new = dict(kind=KIND, format=FORMAT, store=uuid.uuid4().hex, run=run, **wanted)
+    new["created"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z"
+    write_small(os.path.join(path, MANIFEST), new)
+    return new
+
+
+class RowWriter:
+    """Writes rows to the store at `path`.
+
+    A store that is there is an error, unless `resume=True` (continue it: ids that are there are
+    passed over) or `overwrite=True` (remove it first). Several writers, one for each rank, need a
+    number each and the same `run`, a text that no other run has: by it they know whether the store
+    is theirs or an earlier one.
+
+    `duplicates`: `error`, `keep_first` or `keep_all` rows whose id was there before. A writer knows
+    its own ids, and those it found when it resumed; `RowStore` holds all writers to the policy. A
+    row with NaN or infinity is an error, or kept with `nonfinite="keep"`. `meta`: any JSON.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layout: Sequence[dict[str, Any]],
+        dtype: str = "float32",
+        writer: int = 0,
+        duplicates: str = "error",
+        resume: bool = False,
+        sync_every: float = 1.0,
+        shard_bytes: int = 1 << 30,
+        *,
+        overwrite: bool = False,
+        run: str | None = None,
+        meta: dict[str, Any] | None = None,
+        nonfinite: str = "error",
+    ):
+        if nonfinite not in ("error", "keep"):
+            raise ValueError(f"nonfinite={nonfinite!r} is neither 'error' nor 'keep'")
+        if resume and overwrite:
+            raise ValueError("resume=True keeps what is there, overwrite=True removes it: pass one")
+        self.path, self.writer, self.nonfinite = os.path.abspath(path), int(writer), nonfinite
+        self.sync_every, self.shard_bytes = sync_every, shard_bytes
+        self.type, self._known = RowType(dtype, row_size(layout)), Known(duplicates)
+        wanted = dict(layout=list(layout), dim=self.type.dim, dtype=dtype, duplicates=duplicates)
+        wanted = json.loads(json.dumps({**wanted, "meta": meta or {}}))  # as it will be read
+        self._writing, self._syncing = threading.Lock(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._done: list[dict[str, Any]] = []  # the parts before
+        self._part: PartWriter | None = None
+        os.makedirs(self.path, exist_ok=True)
+        with exclusive(os.path.join(self.path, ".claim")):
+            lock = hold(writer_file(self.path, self.writer, "lock"))
+            if lock is None:
+                raise FileExistsError(f"{self.path}: writer {self.writer} is writing it just now")
+            self._lock = lock
+            try:
+                self.manifest = _claim(self.path, wanted, self.writer, run, resume, overwrite)
+                if resume:
+                    self._continue()
+                self._list("open", self._done)
+            except BaseException:
+                lock.release()
+                raise
+        self.rows = sum(d["rows"] for d in self._done) // self.type.nbytes
+        self._synced_at, self.closed = time.monotonic(), False
+
+    def _continue(self) -> None:
+        """Cut this writer's parts to what is good, and learn the ids of all writers."""
+        before: list[Id] = []
+        for writer in writer_numbers(self.path):
+            if writer == self.writer:
+                state = read_writer(self.path, self.manifest, writer)
+                for n, listed in enumerate(state["parts"]):
+                    part = open_part(self.path, self.manifest, state, n, strict=False)
+                    self._done.append({"name": part.name, **recover(part, listed)})
+            for part in open_parts(self.path, self.manifest, writer):
+                before += part.ids(0, len(part))
+        self._known = Known(self._known.policy, before)
+
+    def _list(self, state: str, parts: list[dict[str, Any]]) -> None:
+        """Say on the disk which parts there are, and how large they are at least."""
+        content = dict(store=self.manifest["store"], writer=self.writer, state=state, parts=parts)
+        write_small(writer_file(self.path, self.writer, "json"), content)
+
+    def append(self, ids: Iterable[Any], rows: np.ndarray) -> int:
+        """Write (B, D) rows with their ids, all or none. Returns how many were new."""
+        names, rows = as_ids(ids), np.asarray(rows)
+        if rows.ndim != 2 or len(rows) != len(names):
+            raise ValueError(f"{len(names)} ids for rows of the shape {rows.shape}")
+        with self._writing:
+            self._raise_error()
+            keep, passed = self._known.new(names)
+            if len(keep) < len(names):
+                names, rows = [names[i] for i in keep], rows[keep]
+            if names:
+                block = self.type.encode(rows, self.nonfinite, names)
+                self._room().append(block.reshape(-1).data, encode_ids(names), len(names))
+                self.rows += len(names)
+            self._known.accept(names, passed)
+            idle = self._thread is None or not self._thread.is_alive()
+            if names and idle and time.monotonic() - self._synced_at > self.sync_every:
+                self._thread = threading.Thread(target=self._sync_beside, daemon=True)
+                self._thread.start()
+        return len(names)
+
+    def _room(self) -> PartWriter:
+        """The part that takes the next rows."""
+        if self.closed:
+            raise ValueError(f"the writer of {self.path} is closed")
+        part = self._part
+        if part is None or part.torn or part.sizes["rows"] >= self.shard_bytes:
+            self._sync()
+            with self._syncing:  # what is listed may not become older
+                before = [*self._done, *([{"name": part.name, **part.sizes}] if part else ())]
+                n = len(before)
+                while os.path.exists(os.path.join(self.path, f"{self.writer:04d}-{n:04d}.rows")):
+                    n += 1  # made, but not listed, before a crash
+                name = f"{self.writer:04d}-{n:04d}"
+                new = PartWriter(self.path, name, self.manifest["store"], self.rows)
+                try:
+                    self._list("open", [*before, {"name": name, **new.sizes}])
+                except BaseException:
+                    new.close()  # it may be listed: it stays, empty
+                    raise
+                self._done, self._part = before, new
+                if part is not None:
+                    part.close()
+                part = new
+        return part
+
+    def _sync(self, state: str = "open") -> None:
+        with self._syncing:
+            if self.closed:
+                return
+            parts = list(self._done)
+            if self._part is not None:
+                parts.append({"name": self._part.name, **self._part.sizes})
+                self._part.sync()
+            self._list(state, parts)
+            self._synced_at = time.monotonic()
+
+    def _sync_beside(self) -> None:
+        try:
+            self._sync()
+        except BaseException as error:
+            self._error = error
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def flush(self) -> None:
+        """Bring everything to the disk."""
+        self._sync()
+        self._raise_error()
+
+    def close(self) -> None:
+        """End the store, as far as this writer goes."""
+        try:
+            self._sync("closed")
+        finally:
+            with self._syncing:
+                self.closed = True
+                if self._part is not None:
+                    self._part.close()
+                self._lock.release()
+        self._raise_error()
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""logix for PyTorch: records by hooks."""
