@@ -205,8 +205,62 @@ def test_mistakes_are_named(tmp_path, problem):
             loss_of(model, x[:3], y[:3]).backward()
 
 
+def test_coverage_is_told(problem, capsys):
+    model, _, _ = problem
+    run = logix.LogIX("run")
+    run.watch(model, strict=True)
+    assert "2 layers, 75 of 75 parameters (100.0%)" in capsys.readouterr().out
+    run.watch(model, name_filter=["2"])
+    assert "27 of 75 parameters (36.0%); not covered: 0.weight, 0.bias" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"not covered: 0\.weight"):
+        run.watch(model, name_filter=["2"], strict=True)
+
+
+def test_start_and_end_are_the_block(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"log": "grad"})
+    run.save()
+    run.start([0, 1])
+    loss_of(model, x[:2], y[:2]).backward()
+    run.end()
+    run.save(False)
+    with run([2]):
+        loss_of(model, x[:1], y[:1]).backward()
+    run.finalize()
+    assert run.store().ids == [0, 1]
+    run.clear()
+    assert run.statistics == {}
+
+
 def test_importing_logix_imports_no_framework():
     code = "import sys, logix; print(*[m for m in ('torch', 'jax', 'lox') if m in sys.modules])"
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, cwd=ROOT / "src", capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("lora", ["none", "random", "pca"])
+@pytest.mark.parametrize("hessian", ["none", "kfac", "ekfac"])
+def test_scheduler_makes_the_passes(tmp_path, problem, lora, hessian):
+    model, x, y = problem
+    run = logix.LogIX("run", {"root_dir": str(tmp_path)})
+    run.watch(model)
+    schedule = logix.LogIXScheduler(run, lora, hessian, "grad", rank=3)
+    passes = 0
+    for _ in schedule:
+        logged(run, model, x, y)
+        passes += 1
+    assert passes == len(schedule) == 1 + (lora == "pca") + (hessian == "ekfac")
+    assert len(run.store()) == N
+    want = rows_by_loop(model, x, y)
+    assert (run.store().rows().shape == want.shape) == (lora == "none")
+    own = run.influence.compute_self_influence()
+    assert (own["influence"] > 0).all()
+    assert own["src_ids"] == list(range(N))
+    if hessian != "none":  # another process scores the same
+        later = logix.LogIX("run", {"root_dir": str(tmp_path)})
+        later.initialize_from_log()
+        later.watch(model)
+        _, layers = query_log(later, model, x, y)
+        rows = np.concatenate([kinds["grad"].reshape(N, -1) for kinds in layers.values()], 1)
+        np.testing.assert_allclose(rows, run.store().rows(), rtol=1e-3, atol=1e-5)

@@ -16,6 +16,7 @@ import types
 from typing import Any
 
 from ._run import LogIX as LogIX
+from ._scheduler import LogIXScheduler as LogIXScheduler
 
 _current: LogIX | None = None
 

@@ -8,22 +8,23 @@ with run(data_id=ids):          hooks are on the model
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from . import _statistics
 from ._analysis import Analysis
 from ._array import to_numpy
 from ._compress import Compression, Layout, Projector, flatten, gradients, layout, unflatten
 from ._ids import content_ids
 from ._record import Lookup, Outer, Record
 from ._settings import Settings, parse
-from ._statistics import load, save, update, with_bases
 from ._store import RowStore, RowWriter
 
-STATISTICS = "statistics.npz"
+STATISTICS, PCA = "statistics.npz", "projections.npz"
 
 
 class LogIX:
@@ -34,6 +35,7 @@ class LogIX:
     >>> run = logix.LogIX("example", config={"root_dir": tempfile.mkdtemp()})
     >>> run.setup({"log": "grad", "save": "grad", "statistic": "kfac"})
     >>> run.watch(model)
+    logix: watching 1 layers, 8 of 8 parameters (100.0%)
     >>> with run(data_id=["a", "b"]):
     ...     model(torch.ones(2, 3)).sum().backward()
     >>> run.finalize()
@@ -64,12 +66,11 @@ class LogIX:
         self.settings, self.compression = Settings(), Projector(Compression())
         self.statistics: dict[str, dict[str, Any]] = {}
         self.influence = Analysis(self)
-        self._how: dict[str, Any] = dict(
-            resume=resume, overwrite=overwrite, duplicates=duplicates
-        )
+        self._how: dict[str, Any] = dict(resume=resume, overwrite=overwrite, duplicates=duplicates)
         self._model: Any = None
         self._layers: dict[str, Any] = {}
         self._writer: RowWriter | None = None
+        self._open: Any = None
         self._logging = True
         self._log: tuple[list[Any], dict[str, dict[str, Any]]] = ([], {})
 
@@ -81,12 +82,23 @@ class LogIX:
         if self.settings.save - {"grad"}:
             raise NotImplementedError("only 'grad' can be saved in this version")
 
-    def watch(self, model: Any, type_filter: Any = None, name_filter: Any = None) -> None:
-        """Choose the layers of a model: all that have a rule, or those that the filters name."""
-        from .torch._capture import watched
+    def watch(
+        self, model: Any, type_filter: Any = None, name_filter: Any = None, strict: bool = False
+    ) -> None:
+        """Choose the layers of a model: all that have a rule, or those that the filters name.
 
-        self._model = model
-        self._layers = watched(model, type_filter, name_filter)
+        It prints what that covers. With `strict`, a trainable parameter that is not covered is an
+        error.
+        """
+        from .torch._capture import watched
+        from .torch._coverage import coverage
+
+        layers = watched(model, type_filter, name_filter)
+        found = coverage(model, layers)
+        if strict and found.missing:
+            raise ValueError(f"watch(strict=True) covers {found}")
+        print(f"logix: watching {found}")
+        self._model, self._layers = model, layers
 
     def add_lora(self, rank: int = 64, seed: int = 0) -> None:
         """Compress gradients by fixed random projections of both sides of each layer."""
@@ -97,6 +109,25 @@ class LogIX:
         self._logging = False
 
     # --- one batch ---------------------------------------------------------------------------
+
+    def save(self, enable: bool = True) -> None:
+        """Save what is logged from here on, or not."""
+        kinds = frozenset({"grad"}) if enable else frozenset()
+        self.settings = dataclasses.replace(self.settings, save=kinds)
+
+    def clear(self) -> None:
+        """Forget statistics, compression and the last log. What is saved stays."""
+        self.statistics, self._log = {}, ([], {})
+        self.compression, self._logging = Projector(Compression()), True
+
+    def start(self, data_id: Any, mask: Any = None) -> None:
+        """The same as entering `with run(data_id, mask)`; `end` leaves it."""
+        self._open = self(data_id, mask)
+        self._open.__enter__()
+
+    def end(self) -> None:
+        """Take what was logged since `start`."""
+        self._open.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def __call__(self, data_id: Any, mask: Any = None) -> Iterator[None]:
@@ -127,7 +158,7 @@ class LogIX:
         if "ekfac" in what and not self._has_bases():
             what = what - {"ekfac"} | {"kfac"}  # the pass that finds the eigenvectors
         if what:
-            self.statistics = update(self.statistics, small, what, mask=mask)
+            self.statistics = _statistics.update(self.statistics, small, what, mask=mask)
         if "grad" in self.settings.save:
             where = layout({name: tuple(g.shape[1:]) for name, g in grads.items()})
             self._write(where).append(ids, to_numpy(flatten(grads, where)))
@@ -155,16 +186,21 @@ class LogIX:
             self._writer.close()
             self._writer = None
         if "ekfac" in self.settings.statistics and not self._has_bases():
-            self.statistics = with_bases(self.statistics)
+            self.statistics = _statistics.with_bases(self.statistics)
         if self.statistics:
             os.makedirs(self.path, exist_ok=True)
-            save(self.statistics, os.path.join(self.path, STATISTICS))
+            _statistics.save(self.statistics, os.path.join(self.path, STATISTICS))
+        if self.compression.pca:
+            os.makedirs(self.path, exist_ok=True)
+            self.compression.save(os.path.join(self.path, PCA))
 
     def initialize_from_log(self) -> None:
         """Statistics and compression as an earlier run under this name has saved them."""
-        self.statistics = load(os.path.join(self.path, STATISTICS))
+        self.statistics = _statistics.load(os.path.join(self.path, STATISTICS))
         meta = self.store().manifest["meta"]
-        self.compression = Projector(Compression.from_json(meta["compression"]))
+        settings, pca = Compression.from_json(meta["compression"]), os.path.join(self.path, PCA)
+        is_pca = settings.init == "pca" and settings.kind != "none"
+        self.compression = Projector.load(settings, pca) if is_pca else Projector(settings)
 
     def store(self) -> RowStore:
         """What was saved."""

@@ -1,8 +1,7 @@
-"""Writing a row store: rows with ids in a folder, by one or several processes.
+"""Writing a row store (`_verify` reads it): rows with ids, by one or several processes.
 
 When `append` returns, its rows are with the operating system and outlive the process; they are on
 the disk after `flush` and `close`, and by the first append that comes `sync_every` seconds later.
-`_verify` has what the folder holds, and reads it.
 """
 
 from __future__ import annotations
