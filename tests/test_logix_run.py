@@ -136,6 +136,25 @@ def test_an_earlier_run_is_never_mixed_in(tmp_path, problem):
     assert again.store().ids == list(range(N))
 
 
+def test_two_passes_save_the_rows_once(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad", "statistic": "ekfac"})
+    for _ in range(2):
+        logged(run, model, x, y)
+    assert run.store().ids == list(range(N))
+    assert (run.influence.compute_self_influence(hessian="ekfac")["influence"] > 0).all()
+
+
+def test_overwriting_leaves_no_old_statistics(tmp_path, problem):
+    model, x, y = problem
+    logged(make(tmp_path, model, {"save": "grad", "statistic": "kfac"}), model, x, y)
+    logged(make(tmp_path, model, {"save": "grad"}, overwrite=True), model, x[:6], y[:6])
+    later = logix.LogIX("run", {"root_dir": str(tmp_path)})
+    assert later.store().ids == list(range(6))
+    with pytest.raises(FileNotFoundError):
+        later.initialize_from_log()
+
+
 def test_an_exception_loses_nothing_and_leaves_the_run_usable(tmp_path, problem):
     model, x, y = problem
     run = make(tmp_path, model, {"save": "grad"})

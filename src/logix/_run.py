@@ -168,6 +168,10 @@ class LogIX:
             parts = [dict(name=n, shape=list(s), offset=o) for n, s, o in where]
             meta = dict(compression=self.compression.settings.to_json())
             folder = os.path.join(self.path, "rows")
+            if self._how["overwrite"]:
+                for old in (STATISTICS, PCA):  # of the run that is replaced
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(self.path, old))
             self._writer = RowWriter(folder, parts, meta=meta, **self._how)
         return self._writer
 
@@ -185,6 +189,8 @@ class LogIX:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+            # A further pass over the same data finds its own rows there, and passes over them.
+            self._how |= dict(resume=True, overwrite=False)
         if "ekfac" in self.settings.statistics and not self._has_bases():
             self.statistics = _statistics.with_bases(self.statistics)
         if self.statistics:
