@@ -7,28 +7,18 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _measure import once
 
 import lox
 
 Row = tuple[str, str, str, bool | None]
 KEYS, BLOCK = 10, 100
-
-
-def in_turns(*variants: Callable[[], Any], rounds: int) -> list[float]:
-    """Median seconds of each variant; they take turns."""
-    times: list[list[float]] = [[] for _ in variants]
-    for _ in range(rounds):
-        for k, run in enumerate(variants):
-            start = time.perf_counter()
-            run()
-            times[k].append(time.perf_counter() - start)
-    return [statistics.median(t) for t in times]
 
 
 def folder_bytes(path: str) -> int:
@@ -72,7 +62,7 @@ def throughput() -> Iterator[Row]:
                 run.log({k: float(v[i]) for k, v in values.items()})
 
         ours()
-        a, b, c = in_turns(ours, tensorboard_x, wandb_offline, rounds=5)
+        a, b, c = once(ours, tensorboard_x, wandb_offline, rounds=5)
         mine = len(blocks) * BLOCK * KEYS / a
         theirs = [small * KEYS / t for t in (b, c)]
         yield "SaveLogger, scalars a second", f"{mine / 1e6:.2f} M", "≥ 0.5 M", mine >= 5e5

@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 import pathlib
+import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -226,8 +229,9 @@ def main(settings: Settings, seeds: int, out: pathlib.Path, wandb: bool = False)
     print(f"return   {last.mean():.0f} ± {last.std():.0f} in the last updates, 500 is the most")
     print(f"picture  {here}/ppo_seeds.png")
     print(f"runs     {here}/runs; see them with")
-    print(f"         lox ls {here}/runs")
-    print(f"         lox plot {here}/runs/ppo return")
+    lox_command = "lox" if shutil.which("lox") else os.path.relpath(sys.exec_prefix) + "/bin/lox"
+    print(f"         {lox_command} ls {here}/runs")
+    print(f"         {lox_command} plot {here}/runs/ppo return")
     return logs
 
 
