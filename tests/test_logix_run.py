@@ -145,6 +145,24 @@ def test_two_passes_save_the_rows_once(tmp_path, problem):
     assert (run.influence.compute_self_influence(hessian="ekfac")["influence"] > 0).all()
 
 
+def test_the_first_of_two_passes_is_not_enough(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad", "statistic": "ekfac"})
+    logged(run, model, x, y)
+    with pytest.raises(ValueError, match="no statistics for 'ekfac' of these layers: '0', '2'"):
+        run.influence.compute_self_influence(hessian="ekfac")
+
+
+def test_the_command_line_takes_a_run(tmp_path, problem, capsys):
+    from logix.cli import main
+
+    model, x, y = problem
+    logged(make(tmp_path, model, {"save": "grad"}), model, x, y)
+    for command in ("info", "verify"):
+        assert main([command, str(tmp_path / "run")]) == 0
+        assert "24" in capsys.readouterr().out
+
+
 def test_overwriting_leaves_no_old_statistics(tmp_path, problem):
     model, x, y = problem
     logged(make(tmp_path, model, {"save": "grad", "statistic": "kfac"}), model, x, y)

@@ -134,13 +134,12 @@ def prepare(
             raise ValueError(f"{name}={value}: it must be finite and not negative")
     spectra = {}
     if kind != "none":
-        for layer, stats in finalize(statistics).items():
-            found = _spectrum(kind, stats)
-            if found is not None:
-                spectra[layer] = found
-        if not spectra:
+        found = {layer: _spectrum(kind, s) for layer, s in finalize(statistics).items()}
+        spectra = {layer: s for layer, s in found.items() if s is not None}
+        if not spectra or len(spectra) < len(found):
+            missing = ", ".join(repr(layer) for layer in found if layer not in spectra) or "all"
             raise ValueError(
-                f"no layer has the statistics for {kind!r}; "
+                f"there are no statistics for {kind!r} of these layers: {missing}; "
                 f'the best these allow is {auto(statistics)!r}. Accumulate "{kind}" first.'
             )
     return Preconditioner(kind, spectra, damping, relative)

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     """Read all of a store and compare it with its checksums."""
+    args.path = _store_of(args.path)
     report = verify(args.path, check=not args.quick)
     for found in report.damage:
         print(found)
@@ -65,6 +66,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> int:
     """What a store holds: rows, layout, writers, and what was saved along."""
+    args.path = _store_of(args.path)
     store = RowStore(args.path, duplicates="keep_all")
     held = store.manifest
     print(f"rows        {len(store):,} of {held['dim']:,} values")
@@ -115,6 +117,12 @@ def _stores(root: str) -> Iterator[str]:
                 if not any(f.endswith(".lock") and f[:-5].isdigit() for f in files):
                     continue
             yield path
+
+
+def _store_of(path: str) -> str:
+    """The store at a path, which may also be the folder of a run."""
+    inside = os.path.join(path, "rows")
+    return inside if os.path.isdir(inside) else path
 
 
 def _size(count: float) -> str:
