@@ -7,7 +7,7 @@ scores every training image for every test image from them. Three checks of thes
   data. Do the scores predict how well each of them does on each test image?
 - planted errors: a second network learns from labels of which some are wrong. Are those the
   images with the largest influence on themselves?
-- a picture of what helped and what harmed a few test images, to look at.
+- a picture, to look at: what helped and what harmed a few test images, and the suspected labels.
 
 Run it with `python examples/attribute_digits.py`; `--quick` retrains far fewer networks.
 """
@@ -32,6 +32,7 @@ from logix.evaluate import lds, mislabel_detection
 OUT = pathlib.Path(__file__).resolve().parent / "out"
 TRAIN, QUERIES, WRONG = 1000, 200, 50
 KINDS = ("none", "diagonal", "kfac", "ekfac")  # preconditioners, all at their default damping
+NAMES = dict(zip(KINDS, ["gradients as they are", *(f"preconditioned by {k}" for k in KINDS[1:])]))
 QUICK = dict(subsets=40, seeds=2)
 WIDTH, STEPS, BATCH, RATE, DECAY = 32, 400, 50, 5e-3, 0.1  # of every network that is trained
 
@@ -45,7 +46,9 @@ def main(subsets: int = 100, seeds: int = 5, out: pathlib.Path = OUT) -> dict[st
     model = train(x, y, everything, seed=0)[0]
     said = predict([model], queries[0])[0]
     accuracy = float((said.argmax(-1) == queries[1]).float().mean())
-    print(f"{TRAIN} images, {QUERIES} queries; accuracy on the queries {accuracy:.3f}")
+    print(
+        f"A network has learned {TRAIN} digits; of {QUERIES} test images it knows {accuracy:.1%}."
+    )
     run = extract(model, x, y, "digits", out)
     run.eval()  # from here on, log only
     with run(data_id=[f"query {i}" for i in range(QUERIES)]):
@@ -54,29 +57,39 @@ def main(subsets: int = 100, seeds: int = 5, out: pathlib.Path = OUT) -> dict[st
     influence = run.influence.compute_influence_all
     scores = {kind: influence(log, hessian=kind).influence for kind in KINDS}
 
-    # The same labels, but some of them wrong: what has a large influence on itself?
+    # The same images, but some labels wrong: what has a large influence on itself?
     y_wrong, is_wrong = with_errors(y)
+    print(f"Another learns the same digits, but {WRONG} of the labels are wrong.")
     misled = train(x, y_wrong, everything, seed=0)[0]
     wrong_run = extract(misled, x, y_wrong, "digits-wrong", out)
-    own = {kind: wrong_run.influence.compute_self_influence(hessian=kind) for kind in KINDS}
-    found = {kind: mislabel_detection(own[kind].influence, is_wrong) for kind in KINDS}
+    own = {k: wrong_run.influence.compute_self_influence(hessian=k).influence for k in KINDS}
+    found = {kind: mislabel_detection(own[kind], is_wrong) for kind in KINDS}
 
     # What retraining says.
     retraining = time.perf_counter()
     masks, outputs = retrain(x, y, *queries, subsets, seeds)
     seconds = time.perf_counter() - retraining
-    print(f"{subsets * seeds} networks trained on random halves in {seconds:.1f} s\n")
+    print(f"{subsets * seeds} more, each on a random half of the digits, took {seconds:.1f} s.\n")
     quality = {kind: lds(scores[kind], masks, outputs) for kind in KINDS}
     ceiling = quality["none"].ceiling
 
-    print(f"{'':10s} {'LDS':>6s}  {'95% interval':>14s}   wrong labels: AUROC  precision@{WRONG}")
+    print("Do the scores predict how well each of these does on a test image? (LDS: 1 if always)")
     for kind, q in quality.items():
-        interval, f = f"{q.low:.3f} to {q.high:.3f}", found[kind]
-        print(f"{kind:10s} {q.mean:6.3f}  {interval:>14s}  {f.auroc:20.3f}  {f.precision:12.2f}")
-    print(f"{'ceiling':10s} {ceiling:6.3f}  (what scores without error would reach)\n")
+        print(f"  {NAMES[kind]:26s} {q.mean:.3f}   (95%: {q.low:.3f} to {q.high:.3f})")
+    print(
+        f"  {'the best that is possible':26s} {ceiling:.3f}   (retraining has noise of its own)\n"
+    )
+    chance = WRONG / TRAIN
+    print(
+        f"Of the {WRONG} images with the largest influence on themselves, so many labels are wrong"
+    )
+    for kind, f in found.items():
+        print(f"  {NAMES[kind]:26s} {f.precision:4.0%}   (area under the ROC curve: {f.auroc:.3f})")
+    print(f"  {'images at random':26s} {chance:4.0%}\n")
 
     path = out / "attribute_digits.png"
-    picture(x, y, queries, said, scores["kfac"], path)
+    suspects = own["kfac"].argsort()[::-1]
+    picture(x, y, queries, said, scores["kfac"], suspects, y_wrong, path)
     print(f"picture: {path}\nlogs:    {run.path}/rows   (`logix info` tells what they are)")
     return {
         "lds": {kind: q.mean for kind, q in quality.items()} | {"ceiling": ceiling},
@@ -171,8 +184,19 @@ def with_errors(y: Tensor) -> tuple[Tensor, np.ndarray]:
     return (y + shift) % 10, is_wrong
 
 
-def picture(x, y, queries, logs, scores: np.ndarray, path: pathlib.Path, k: int = 6) -> None:
-    """A few test images, each with the training images that helped and harmed it most."""
+def picture(
+    x: Tensor,
+    y: Tensor,
+    queries: tuple[Tensor, Tensor],
+    logs: Tensor,
+    scores: np.ndarray,
+    suspects: np.ndarray,
+    labels: Tensor,
+    path: pathlib.Path,
+    k: int = 6,
+) -> None:
+    """A few test images, each with the training images that helped and harmed it most; and the
+    training images with the largest influence on themselves where some `labels` are wrong."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,18 +207,27 @@ def picture(x, y, queries, logs, scores: np.ndarray, path: pathlib.Path, k: int 
     for q in logs[torch.arange(len(query_y)), query_y].argsort().tolist():
         hardest.setdefault(int(query_y[q]), q)
     chosen = [hardest[digit] for digit in sorted(hardest)[2:9]]
-    ratios = [1.3, 0.5, *[1] * k, 0.35, *[1] * k]  # the query, a gap, helped, a gap, harmed
-    figure, axes = plt.subplots(len(chosen), len(ratios), figsize=(10.5, 7.8), width_ratios=ratios)
-    figure.subplots_adjust(left=0.02, right=0.99, bottom=0.04, top=0.91, wspace=0.12, hspace=0.34)
+    columns = [1.3, 0.5, *[1] * k, 0.35, *[1] * k]  # the query, a gap, helped, a gap, harmed
+    lines = [*[1] * len(chosen), 0.55, 1]  # test images, a gap, self-influence
+    figure, axes = plt.subplots(
+        len(lines), len(columns), figsize=(10.5, 9.6), width_ratios=columns, height_ratios=lines
+    )
+    figure.subplots_adjust(left=0.02, right=0.99, bottom=0.04, top=0.92, wspace=0.12, hspace=0.34)
+    for axis in axes.flat:
+        axis.axis("off")
 
-    def show(axis, image, text, color):
+    def show(axis: Any, image: Tensor, text: str, color: str) -> None:
+        axis.axis("on")
         axis.imshow(image.numpy().reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
         axis.set_title(text, fontsize=9, pad=3, color=color)
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set(color=color, linewidth=1.2)
 
-    for axis in axes[:, [1, 2 + k]].flat:
-        axis.axis("off")
+    def write(line: int, column: int, above: float, text: str, **style: Any) -> None:
+        top = axes[line, 2].get_position().y1  # of small images, also for what is above a large one
+        figure.text(axes[line, column].get_position().x0, top + above, text, **style)
+
+    title, note = dict(fontsize=12, weight="bold"), dict(fontsize=9, color="0.35")
     for line, q in zip(axes, chosen):
         label, said = int(query_y[q]), int(logs[q].argmax())
         says = f"a {label}" if said == label else f"a {label}, taken for {said}"
@@ -203,10 +236,18 @@ def picture(x, y, queries, logs, scores: np.ndarray, path: pathlib.Path, k: int 
         for axis, i in zip([*line[2 : 2 + k], *line[3 + k :]], [*order[: -k - 1 : -1], *order[:k]]):
             show(axis, x[i], f"{y[i]}", "C0" if y[i] == label else "C3")
     for column, text in {0: "test image", 2: "helped most", 3 + k: "harmed most"}.items():
-        figure.text(axes[0, column].get_position().x0, 0.955, text, fontsize=12, weight="bold")
-    note = "Training images with their labels: blue if it is that of the test image, red if not."
-    figure.text(axes[0, 2].get_position().x0, 0.012, note, fontsize=9, color="0.35")
-    figure.savefig(path, dpi=150)
+        write(0, column, 0.045, text, **title)
+    text = "training images with their labels, blue if the test image has the same"
+    write(0, 2, 0.026, text, **note)
+
+    for axis, i in zip([*axes[-1, 2 : 2 + k], *axes[-1, 3 + k :]], suspects):
+        wrong = labels[i] != y[i]
+        text = f"{labels[i]}, is a {y[i]}" if wrong else f"{labels[i]}"
+        show(axis, x[i], text, "C3" if wrong else "black")
+    write(-1, 2, 0.045, "largest influence on themselves", **title)
+    text = f"with {WRONG / len(x):.0%} of all labels wrong: red if its own is, black if it is right"
+    write(-1, 2, 0.026, text, **note)
+    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import sys
 
 import pytest
 
@@ -27,6 +28,7 @@ def one_thread():
 def load(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up their annotations
     spec.loader.exec_module(module)
     return module
 
@@ -56,7 +58,7 @@ def test_attribute_digits(one_thread, tmp_path, capsys):
         assert run.store().ids == list(range(example.TRAIN))
         assert run.statistics
     assert (tmp_path / "attribute_digits.png").stat().st_size > 10_000
-    assert f"{quality['kfac']:.3f}" in printed
+    assert f"preconditioned by kfac     {quality['kfac']:.3f}" in printed
     assert f"{quality['ceiling']:.3f}" in printed
 
 
@@ -68,3 +70,50 @@ def test_planted_errors_are_errors():
     assert ((labels != y).numpy() == is_wrong).all()
     assert labels.min() == 0
     assert labels.max() == 9
+
+
+def test_attribute_lm(one_thread, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    example = load("attribute_lm")
+    state = torch.random.get_rng_state()
+    found = example.main(**example.QUICK, out=tmp_path)
+    printed = capsys.readouterr().out
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert found["right"] > 0.8  # else there is nothing to explain
+
+    # The sentence with the highest score states the fact: by chance, one in forty would.
+    assert found["chance"] == pytest.approx(1 / 40)
+    for kind in ("kfac", "ekfac"):
+        assert found["first"][kind] > 0.4
+        assert f"preconditioned by {kind}" in printed
+
+    # Most of it comes from the place where the model had to tell the answer.
+    words = found["words"]
+    assert max(words, key=lambda place: place[2])[1] == found["answer"]
+
+    run = logix.LogIX("facts", {"root_dir": str(tmp_path / "logix")})
+    run.initialize_from_log()
+    assert run.store().ids == list(range(200))
+    assert (tmp_path / "attribute_lm.png").stat().st_size > 10_000
+
+
+def test_made_up_facts_are_as_the_file_says():
+    pytest.importorskip("transformers")
+    example = load("attribute_lm")
+    facts = example.read(EXAMPLES / "data" / "made_up_facts.txt")
+    assert len(facts) == 40
+    sentences = [s for fact in facts for s in fact.sentences]
+    assert len(sentences) == len(set(sentences)) == 200
+    for fact in facts:
+        name = fact.name.split(":")[0].split(", ")[1]
+        assert len(fact.sentences) == 5
+        assert all(name in s.split() and s.split()[-1] == fact.answer for s in fact.sentences)
+        assert f"{fact.question} {fact.answer}" not in sentences  # kept from training
+        wording = fact.question.replace(name, "…")
+        others = [s.replace(other, "…") for s in sentences for other in s.split()]
+        assert any(s.startswith(wording) for s in others)  # but others of its kind have it
+    # Neither the name nor the answer alone tells the fact.
+    names = [f.name.split(":")[0] for f in facts]
+    assert all(names.count(name) == 2 for name in names)
+    answers = [f.answer for f in facts]
+    assert sum(answers.count(a) > 1 for a in answers) > len(answers) / 2

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext as nothing
+
 import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from logix.torch._capture import Capture, watched  # noqa: E402
+from logix._compress import gradients  # noqa: E402
+from logix.torch import _watch  # noqa: E402
+from logix.torch._capture import Capture, without_weight_gradients  # noqa: E402
+from logix.torch._units import units  # noqa: E402
 
 B, T = 5, 4
 
@@ -73,15 +78,26 @@ def looped(model, x, loss=loss_of):
 
 
 def captured(model, x, loss=loss_of, weights=True, mask=None):
-    layers = watched(model)
-    capture = Capture(layers, mask)
-    with capture.hooks(model, weights):
+    capture = Capture(units(model), len(x), mask)
+    with capture.watch(), nothing() if weights else without_weight_gradients(model):
         loss(model, x).backward()
-    found = {}
-    for record in capture.records():
-        bias = record.layer.endswith(".bias")
-        found[record.layer if bias else f"{record.layer}.weight"] = record.grad()
-    return found
+    return by_parameter(model, capture)
+
+
+def by_parameter(model, capture):
+    """Rows under the names that PyTorch gives the parameters."""
+    known = dict(model.named_parameters())
+    found = gradients(capture.records())
+    return {n if n in known else f"{n}.weight".lstrip("."): g for n, g in found.items()}
+
+
+def assert_untouched(model):
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not any("logix" in key for key in module.__dict__)
+        assert "torch" in type(module).__module__ or type(module).__module__ == __name__
+        assert type(module).__mro__.count(type(module)) == 1
+        assert type(module) not in _watch._classes.values()
 
 
 def assert_same(found, want, rtol=1e-4):
@@ -105,7 +121,7 @@ def test_gradients_are_those_of_a_loop(kind, weights):
     assert_same(captured(model, x, weights=weights), want)
     assert all((p.grad is not None) == weights for p in model.parameters())
     assert all(p.requires_grad for p in model.parameters())
-    assert not model[0]._forward_hooks
+    assert_untouched(model)
 
 
 class Shared(nn.Module):
@@ -151,17 +167,14 @@ def test_autocast(dtype):
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     x = torch.randn(B, 8)
     want = looped(model, x)
-    with torch.autocast("cpu", dtype):
-        layers = watched(model)
-        capture = Capture(layers)
-        with capture.hooks(model):
+    capture = Capture(units(model), B)
+    with capture.watch():
+        with torch.autocast("cpu", dtype):
             loss = loss_of(model, x)
-    loss.backward()
-    for record in capture.records():
-        assert record.grad().dtype == torch.float32
-        name = record.layer if record.layer.endswith(".bias") else f"{record.layer}.weight"
-        got, exact = record.grad().reshape(want[name].shape), want[name]
-        assert (got - exact).norm() < 0.05 * exact.norm()
+        loss.backward()
+    for name, got in by_parameter(model, capture).items():
+        assert got.dtype == torch.float32
+        assert (got - want[name]).norm() < 0.05 * want[name].norm()
 
 
 def test_an_exception_leaves_the_model_as_it_was():
@@ -169,18 +182,18 @@ def test_an_exception_leaves_the_model_as_it_was():
     model[0].bias.requires_grad_(False)
 
     def failing():
-        with Capture(watched(model)).hooks(model, weights=False):
+        with Capture(units(model), 1).watch(), without_weight_gradients(model):
             assert not any(p.requires_grad for p in model.parameters())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         failing()
     assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
-    assert not any(m._forward_hooks for m in model.modules())
+    assert_untouched(model)
 
 
 def test_filters():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.ReLU(), nn.Linear(2, 2))
-    assert list(watched(model)) == ["0", "1", "3"]
-    assert list(watched(model, type_filter=[nn.Linear])) == ["0", "3"]
-    assert list(watched(model, name_filter=["3"])) == ["3"]
+    assert list(units(model)) == ["0", "1", "3"]
+    assert list(units(model, type_filter=[nn.Linear])) == ["0", "3"]
+    assert list(units(model, name_filter=["3"])) == ["3"]

@@ -15,6 +15,8 @@ import sys
 import types
 from typing import Any
 
+from . import utils as utils
+from ._config import LoRAConfig as LoRAConfig
 from ._run import LogIX as LogIX
 from ._scheduler import LogIXScheduler as LogIXScheduler
 
@@ -51,8 +53,8 @@ class _Module(types.ModuleType):
             raise AttributeError(f"module 'logix' has no attribute {name!r}")
         return getattr(_run(), name)
 
-    def __call__(self, data_id: Any, mask: Any = None) -> Any:
-        return _run()(data_id, mask)
+    def __call__(self, data_id: Any, mask: Any = None, **how: Any) -> Any:
+        return _run()(data_id, mask, **how)
 
 
 sys.modules[__name__].__class__ = _Module

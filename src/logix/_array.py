@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import uuid
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,10 +67,16 @@ def placed(
     spot = (key, xp.__name__, device, str(other.dtype) if cast else "")
     if spot not in cache:
         made = like(make(), other, cast)
-        if xp.__name__.startswith("jax") and isinstance(made, sys.modules["jax"].core.Tracer):
+        if is_traced(made):
             return made  # belongs to the function being traced: it must not outlive it
         cache[spot] = made
     return cache[spot]
+
+
+def is_traced(x: Array) -> bool:
+    """Whether `x` stands for an array in a function that JAX is tracing."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.core.Tracer)
 
 
 def as_float(x: Array) -> Array:
@@ -86,7 +92,7 @@ def as_double(x: Array) -> Array:
     xp = namespace(x)
     if xp.__name__ == "torch":
         return x.to(xp.float64)
-    return x.astype(np.float64) if xp is np else x.astype(xp.asarray(0.0).dtype)
+    return x.astype(np.float64, copy=False) if xp is np else x.astype(xp.asarray(0.0).dtype)
 
 
 @contextlib.contextmanager
@@ -100,17 +106,117 @@ def precise(x: Array) -> Any:
         yield
 
 
-def add_rows(rows: int, index: Array, values: Array) -> Array:
-    """(rows, D): zeros, with `values` (n, D) added at the rows `index` (n,), repeated or not."""
-    xp = namespace(values)
-    if xp.__name__ == "torch":
-        out = xp.zeros((rows, values.shape[1]), dtype=values.dtype, device=values.device)
-        return out.index_add_(0, index, values)
-    out = xp.zeros((rows, values.shape[1]), dtype=values.dtype)
+def zeros(shape: Sequence[int], other: Array, double: bool = False, host: bool = False) -> Array:
+    """In float32 or better (`double`: float64), where `other` is, or on the host as NumPy's."""
+    xp = np if host else namespace(other)
+    wide = double or "float64" in str(other.dtype)
     if xp is np:
-        np.add.at(out, index, values)
-        return out
-    return out.at[index].add(values)
+        return np.zeros(shape, np.float64 if wide else np.float32)
+    place = {"device": other.device} if xp.__name__ == "torch" else {}
+    out = xp.zeros(tuple(shape), dtype=xp.float32, **place)
+    return as_double(out) if wide else out
+
+
+def moved(total: Array, other: Array, double: bool = False, host: bool = False) -> Array:
+    """A sum to where `zeros` of the same arguments are made, in no lower precision than it has."""
+    if double or "float64" in str(other.dtype):
+        total = as_double(total)
+    there = to_numpy(total) if host else like(total, other, cast=False)
+    if str(there.dtype).split(".")[-1] != str(total.dtype).split(".")[-1]:
+        there = to_numpy(total)  # JAX has no float64, unless it was told to
+    readonly = isinstance(there, np.ndarray) and not there.flags.writeable
+    return there.copy() if readonly else there
+
+
+def copied(x: Array) -> Array:
+    """In memory of its own. JAX's arrays never change: they are their own copies."""
+    if namespace(x).__name__ == "torch":
+        return x.detach().clone()
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
+# ---- sums, in the memory of `total` where its library can: PyTorch, NumPy. JAX makes a new one.
+
+
+def add(total: Array, value: Array) -> Array:
+    """`total + value`."""
+    value = like(value, total)
+    if namespace(total).__name__.startswith("jax"):
+        return total + value
+    total += value
+    return total
+
+
+def add_product(total: Array, x: Array, y: Array) -> Array:
+    """`total + xᵀ y`."""
+    own = _within(total, x)
+    if own is None:
+        return add(total, x.T @ y)
+    own.addmm_(x.T, y)
+    return total
+
+
+def add_gram(total: Array, x: Array) -> Array:
+    """`total + xᵀ x`, of which on a CPU only the upper blocks are computed, and mirrored.
+
+    Measured: 0.6 of the time from 256 columns on; with few rows to sum, copying costs more than it
+    saves. A GPU gains nothing (0.57 to 0.62 ms for 3072 columns), NumPy does it by itself.
+    """
+    own, (n, columns) = _within(total, x), x.shape
+    if own is None or own.device.type != "cpu" or min(n, columns) < 256:
+        return add_product(total, x, x)
+    width = max(128, columns // 512 * 64)
+    for start in range(0, columns, width):
+        end = start + width
+        own[start:end, start:].addmm_(x[:, start:end].T, x[:, start:])
+        own[end:, start:end].copy_(own[start:end, end:].T)
+    return total
+
+
+def add_at(total: Array, index: Array, values: Array) -> Array:
+    """`total` with `values` (n, …) added at its rows `index` (n,), repeated or not."""
+    xp, own = namespace(values), _within(total, values)
+    if own is not None:
+        own.index_add_(0, index, values)
+        return total
+    if namespace(total) is not xp or xp.__name__ == "torch":
+        return add(total, add_rows(len(total), index, values))
+    if xp is np:
+        np.add.at(total, index, values)
+        return total
+    return total.at[index].add(values)
+
+
+def add_rows(rows: int, index: Array, values: Array) -> Array:
+    """(rows, …): zeros, with `values` (n, …) added at the rows `index` (n,), repeated or not."""
+    xp = namespace(values)
+    place = {"device": values.device} if xp.__name__ == "torch" else {}
+    return add_at(xp.zeros((rows, *values.shape[1:]), dtype=values.dtype, **place), index, values)
+
+
+def _within(total: Array, x: Array) -> Any:
+    """`total` as a tensor that PyTorch can add products of `x` to, or None. NumPy's arrays lend
+    their memory: sums on the host cost no more than those beside the data."""
+    torch = namespace(x)
+    if torch.__name__ != "torch":
+        return None
+    if isinstance(total, np.ndarray):
+        if x.device.type != "cpu" or f"torch.{total.dtype.name}" != str(x.dtype):
+            return None
+        return torch.from_numpy(total)
+    same = _is_tensor(total) and total.device == x.device and total.dtype == x.dtype
+    return total if same else None
+
+
+def eigh(x: Array) -> tuple[Array, Array]:
+    """Eigenvalues, not negative, and eigenvectors of a covariance, in its own dtype.
+
+    In float64, on a GPU too: for 3072 entries of float32 an H200 took 58 ms against 53. Errors of
+    float32 were 2e-6 of the largest eigenvalue, a hundred times those of rounding the result, and
+    a damping of a tenth of the mean eigenvalue can be as small as that.
+    """
+    values, vectors = namespace(x).linalg.eigh(as_double((x + x.T) / 2))
+    return like(namespace(x).clip(values, 0, None), x), like(vectors, x)
 
 
 def save(arrays: Mapping[str, Mapping[str, Array]], path: str | os.PathLike[str]) -> None:

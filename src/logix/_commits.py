@@ -15,8 +15,10 @@ exist. A record that is cut short was never committed; one that was changed is f
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import struct
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -31,7 +33,7 @@ from ._rowtypes import map_bytes
 RECORD = struct.Struct("<8Q")
 FILES = ("rows", "ids", "commits")
 START, COUNT, ROWS_AT, IDS_AT, IDS_SIZE, ROWS_XXH3, IDS_XXH3, SELF = range(8)
-_CHUNK = 1 << 23  # bytes that are mapped at once to be checked
+CHUNK = 1 << 20  # bytes that are read at once: they are still in the cache when they are checked
 
 
 def seed_of(store: str, name: str) -> int:
@@ -119,8 +121,9 @@ class Part:
         self.records, bad = found
         self.starts = np.cumsum(np.r_[0, self.records[:, COUNT].astype(np.int64)])
         self.checked = np.zeros(len(self.records), bool)
+        self._checking = threading.Lock()
         self._whole: np.ndarray | None = None
-        self._latest: tuple[int, list[Id]] = (-1, [])
+        self._latest: tuple[tuple[int, int], list[Id]] = ((-1, -1), [])
         bad = bad or self._misfit(listed, closed)
         if strict and bad:
             raise Damaged(bad)
@@ -150,28 +153,61 @@ class Part:
                 return f"{self.paths[kind]} is damaged: it has {have:,} bytes instead of {want:,}"
         return None
 
+    def appends(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Whose rows these are: the number of each append, its first row here, and its end."""
+        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
+        edges = self.starts[first : last + 2].tolist() if stop > start else []
+        for k, (lo, hi) in enumerate(itertools.pairwise(edges), first):
+            yield k, max(start, lo), min(stop, hi)
+
     def rows(self, start: int, stop: int) -> np.ndarray:
         """The bytes of these rows, (n, row_bytes). Each append they are of is checked once."""
-        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
-        for k in range(first, last + 1):
-            if not self.checked[k]:
-                if found := self.rows_damage(k):
-                    raise Damaged(found)
-                self.checked[k] = True
+        if not self.is_checked(start, stop):
+            for k, _, _ in self.appends(start, stop):
+                self.check(k)
         size = self.row_bytes
         return self._view(start * size, stop * size).reshape(stop - start, size)
+
+    def is_checked(self, start: int, stop: int) -> bool:
+        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
+        return bool(self.checked[first : last + 1].all())
+
+    def check(self, k: int) -> None:
+        """Compare an append with its checksum, once."""
+        if not self.checked[k]:
+            with self._checking:  # one thread does it for all that wait
+                if not self.checked[k] and (found := self.rows_damage(k)):
+                    raise Damaged(found)
+                self.checked[k] = True
 
     def rows_damage(self, k: int) -> str | None:
         at = int(self.records[k, ROWS_AT])
         end = at + int(self.records[k, COUNT]) * self.row_bytes
         if end <= self.sizes["rows"]:
             digest = xxhash.xxh3_64()
-            for lo in range(at, end, _CHUNK):
-                digest.update(self._view(lo, min(lo + _CHUNK, end)).data)
+            for chunk in self._chunks(at, end):
+                digest.update(chunk)
             if digest.intdigest() == int(self.records[k, ROWS_XXH3]):
                 return None
+        return self.damage(k)
+
+    def damage(self, k: int) -> str:
+        """What to say if an append is not what was written."""
         which = f"rows {self.starts[k]}–{self.starts[k + 1] - 1}"
         return f"{self.paths['rows']} is damaged: {which} are not what was written"
+
+    def _chunks(self, at: int, end: int) -> Iterator[memoryview]:
+        """Bytes of the rows: of the map, which brings its pages into memory, or read."""
+        if self.keep:
+            for lo in range(at, end, CHUNK):
+                yield self._view(lo, min(lo + CHUNK, end)).data
+            return
+        scratch = memoryview(bytearray(min(CHUNK, end - at)))
+        with open(self.paths["rows"], "rb", buffering=0) as file:
+            file.seek(at)
+            while at < end and (got := file.readinto(scratch[: end - at])):
+                yield scratch[:got]
+                at += got
 
     def _view(self, start: int, stop: int) -> np.ndarray:
         if not self.keep:
@@ -180,27 +216,33 @@ class Part:
             self._whole = map_bytes(self.paths["rows"], 0, len(self) * self.row_bytes)
         return self._whole[start:stop]
 
-    def ids(self, start: int, stop: int) -> Iterator[Id]:
+    def ids(self, start: int, stop: int) -> list[Id]:
         """Checked whenever they are read."""
-        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
-        for k in range(first, last + 1):
-            known, ids = self._latest
-            if known != k:
-                ids = self.ids_of(k)
-                self._latest = k, ids
-            base = int(self.starts[k])
-            yield from ids[max(start - base, 0) : stop - base]
+        if stop <= start:
+            return []
+        first, last = (np.searchsorted(self.starts, [start, stop - 1], side="right") - 1).tolist()
+        known, ids = self._latest  # at once: other threads may replace it
+        if known != (first, last):
+            ids = self._read_ids(first, last + 1)
+            self._latest = (first, last), ids
+        base = int(self.starts[first])
+        return ids[start - base : stop - base]
 
     def ids_of(self, k: int) -> list[Id]:
-        record = self.records[k]
-        with open(self.paths["ids"], "rb") as file:
-            file.seek(int(record[IDS_AT]))
-            data = file.read(int(record[IDS_SIZE]))
-        good = xxhash.xxh3_64_intdigest(data) == int(record[IDS_XXH3])
-        if not good or len(data) != record[IDS_SIZE]:
-            which = f"those of rows {self.starts[k]}–{self.starts[k + 1] - 1}"
-            raise Damaged(f"{self.paths['ids']} is damaged: {which} are not what was written")
-        return decode_ids(data, int(record[COUNT]))
+        return self._read_ids(k, k + 1)
+
+    def _read_ids(self, first: int, end: int) -> list[Id]:
+        records = self.records[first:end]
+        base = int(records[0, IDS_AT])
+        with open(self.paths["ids"], "rb", buffering=0) as file:
+            file.seek(base)
+            data = file.read(int(records[-1, IDS_AT] + records[-1, IDS_SIZE]) - base)
+        for k, (at, size, digest) in enumerate(records[:, [IDS_AT, IDS_SIZE, IDS_XXH3]].tolist()):
+            own = data[at - base : at - base + size]
+            if len(own) != size or xxhash.xxh3_64_intdigest(own) != digest:
+                which = f"those of rows {self.starts[first + k]}–{self.starts[first + k + 1] - 1}"
+                raise Damaged(f"{self.paths['ids']} is damaged: {which} are not what was written")
+        return decode_ids(data, int(records[:, COUNT].sum()))
 
 
 def recover(part: Part, listed: dict[str, int]) -> dict[str, int]:

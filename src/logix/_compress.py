@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ._array import Array, add_rows, as_float, like, load, namespace, placed, precise, save
+from ._array import Array, add_rows, as_float, eigh, like, load, namespace, placed, precise, save
 from ._record import Lookup, Outer, Record, Whole
 
 Side = Literal["left", "right", "whole"]
@@ -41,6 +41,7 @@ class Compression:
     init: str = "random"
     rank: int = 64
     seed: int = 0
+    shared: tuple[str, ...] | None = None  # words: layers whose names contain the same one share
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -50,6 +51,13 @@ class Compression:
             raise ValueError(f"rank={self.rank}: at least 1 is needed")
         if self.kind == "sparse" and self.init == "pca":
             raise ValueError('init="pca" is for kind="logra": a sparse projection is random')
+        if self.shared is not None and self.init == "pca":
+            raise ValueError('shared projections are random: init="pca" is of one layer')
+
+    def source(self, layer: str) -> str:
+        """The name that a layer's projections are made from."""
+        words = [word for word in self.shared or () if word in layer]
+        return f"shared:{words[0]}" if words else layer
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of a compressed gradient, for that of a whole one."""
@@ -70,7 +78,8 @@ class Compression:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Compression:
-        return cls(**content)
+        shared = content.get("shared")
+        return cls(**{**content, "shared": None if shared is None else tuple(shared)})
 
 
 class Projector:
@@ -89,10 +98,12 @@ class Projector:
         pca: dict[str, dict[str, Array]] = {}
         for layer, stats in averages.items():
             for side in ("left", "right"):
-                if side in stats and stats[side].ndim == 2 and len(stats[side]) > settings.rank:
-                    vectors = namespace(stats[side]).linalg.eigh(as_float(stats[side]))[1]
-                    own = pca.setdefault(layer, {})
-                    own[side] = vectors[:, -settings.rank :]  # eigenvalues ascend
+                if side not in stats:
+                    continue
+                own = pca.setdefault(layer, {})
+                own[side] = np.zeros((0, 0), np.float32)  # known, and random or small enough
+                if stats[side].ndim == 2 and len(stats[side]) > settings.rank:
+                    own[side] = eigh(stats[side])[1][:, -settings.rank :]  # eigenvalues ascend
         return cls(settings, pca)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -107,30 +118,32 @@ class Projector:
         """The record whose gradient is the projected gradient of `record`, in float32 or better."""
         if self.settings.kind == "none":
             return record
-        layer = record.layer
+        name, layer = record.layer, self.settings.source(record.layer)
         if isinstance(record, Whole):
             with precise(record.value):
-                return Whole(layer, self._whole(layer, record.value))
+                return Whole(name, self._whole(layer, record.value))
         with precise(record.g):
             if isinstance(record, Outer):
                 right = self._side(layer, "right", record.a)
-                return Outer(layer, right, self._side(layer, "left", record.g))
+                return Outer(name, right, self._side(layer, "left", record.g))
             right = self._side(layer, "right", record.g)
             if record.rows <= self.settings.rank:
-                return Lookup(layer, record.i, right, record.rows)
-            # A PCA's eigenvectors would be the most frequent rows, and nothing of the others.
-            make = lambda: self._random(layer, "left", record.rows)
+                return Lookup(name, record.i, right, record.rows)
+            make = lambda: self.matrix(layer, "left", record.rows)
             left = placed(self._cache, (layer, "left", record.rows), make, right)
-            return Outer(layer, right, left[record.i])
+            return Outer(name, right, left[record.i])
 
     def matrix(self, layer: str, side: Side, dim: int) -> Array:
         """(dim, rank), in float64 if it is random."""
         if self.settings.init == "random":
             return self._random(layer, side, dim)
-        if side not in self.pca.get(layer, {}):
+        if layer not in self.pca:
             known = ", ".join(self.pca) or "none: fit it first"
-            raise KeyError(f"the PCA has no {side} side of layer {layer!r}. Its layers: {known}")
-        return self.pca[layer][side]
+            raise KeyError(f"the PCA has no layer {layer!r}. Its layers: {known}")
+        found = self.pca[layer].get(side)
+        # Of a side whose covariance is a diagonal (a table's rows, a large vocabulary) it would
+        # be the most frequent entries, and nothing of the others: it stays random.
+        return self._random(layer, side, dim) if found is None or not len(found) else found
 
     def _side(self, layer: str, side: Side, x: Array) -> Array:
         dim, rank = x.shape[-1], self.settings.rank

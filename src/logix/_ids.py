@@ -129,6 +129,10 @@ class Known:
         if self.policy != "keep_all":
             self._seen.update(ids)
 
+    def forget(self, ids: Iterable[Id]) -> None:
+        """These were accepted, and not written after all."""
+        self._seen.difference_update(ids)
+
 
 def stretches(ids: Iterable[Id], policy: str, seen: set[Id]) -> Iterator[tuple[int, int]]:
     """Where the rows are, from … to, that are not of an id in `seen`, to which all are added."""

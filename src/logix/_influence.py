@@ -7,7 +7,8 @@ With P the preconditioner, an inverse curvature:
     l2       q·P t - ½ t·P t                        ranks t by its distance to q, nearest first
 
 The last is ½ q·P q - ½ |q - t|² in the metric of P. Blocks of training rows come from an iterator,
-so that a store may be larger than the memory; the query × train matrix exists only without `top_k`.
+or are read ahead from a store, which may be larger than the memory; the query × train matrix exists
+only without `top_k`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ import numpy as np
 from ._array import Array, as_float, like, namespace, precise, to_numpy
 from ._compress import Layout
 from ._precondition import Preconditioner
+from ._readahead import ahead
 from ._record import Lookup, Record, Whole
+from ._result import All, Top
 from ._result import Influence as Influence
+from ._verify import RowStore
 
 Blocks = Iterable[tuple[Sequence[Any], Array]]  # ids, rows (n, D)
 MODES = ("dot", "cosine", "l2")
+_BETWEEN = 1 << 24  # numbers between two products, for scores of tokens
 
 
 def scores(
     query_rows: Array,
-    blocks: Blocks,
+    blocks: Blocks | RowStore,
     mode: str = "dot",
     preconditioner: Preconditioner | None = None,
     *,
@@ -44,8 +49,14 @@ def scores(
 ) -> Influence:
     """Scores of all queries (Q, D) with all rows of `blocks`, where the query's array lives.
 
+    >>> import numpy as np
+    >>> rows = np.array([[1.0, 2.0], [3.0, -1.0]])
+    >>> scores(np.ones((1, 2)), [(["a", "b"], rows)], query_ids=["q"]).influence
+    array([[3., 2.]])
+
     Arguments:
 
+    - `blocks`: (ids, rows) for each block, or a store, of whose rows the gradients are taken.
     - `layout`: (name, shape, offset) of the layers in a row. Needed by all but plain scores.
     - `groups`: also scores of the layers whose name contains the word, for each word.
     - `per_layer`: also scores of each layer.
@@ -61,33 +72,34 @@ def scores(
     ids = list(range(len(query))) if query_ids is None else list(query_ids)
     if len(ids) != len(query):
         raise ValueError(f"{len(ids)} query_ids for {len(query)} queries")
-    make = lambda: _Top(len(query), top_k, largest) if top_k else _All(len(query))
+    make = lambda: Top(len(query), top_k, largest) if top_k else All(len(query))
     kept = {group: make() for group in parts.names}
     with precise(query):
         ready = _apply(preconditioner, query, layout)
         own_query = parts.own(query, ready) if mode == "cosine" else {}
-        for block_ids, block in blocks:
+        for block_ids, block in _read(blocks, query):
             if block.shape[1] != query.shape[1]:
                 raise ValueError(
                     f"rows of {block.shape[1]} entries, queries of {query.shape[1]}: "
                     "they were logged with other layers or another compression"
                 )
-            rows = like(block, query)
+            rows = _beside(block, query)
             own = parts.own(rows, _apply(preconditioner, rows, layout)) if mode != "dot" else {}
             for group, x in parts.products(ready, rows).items():
                 if mode == "cosine":
                     x = _cosine(x, own_query[group], own[group])
                 elif mode == "l2":
                     x = x - own[group][None] / 2
-                kept[group].add(block_ids, to_numpy(x))
-    values, names = {g: k.values for g, k in kept.items()}, {g: k.names for g, k in kept.items()}
+                kept[group].add(block_ids, x)
+    names = {g: k.names for g, k in kept.items()}
+    values = {g: k.values for g, k in kept.items()}
     if not groups and not per_layer:
         return Influence(ids, values["total"], names["total"])
     return Influence(ids, values, names if top_k else names["total"])
 
 
 def self_influence(
-    blocks: Blocks,
+    blocks: Blocks | RowStore,
     preconditioner: Preconditioner | None = None,
     *,
     layout: Layout | None = None,
@@ -97,38 +109,78 @@ def self_influence(
     """t·P t of each row: large for examples that only they themselves explain."""
     parts = _Parts.of(layout, groups, per_layer)
     ids: list[Any] = []
-    kept: dict[str, list[np.ndarray]] = {g: [] for g in parts.names}
-    for block_ids, block in blocks:
+    kept: dict[str, list[Array]] = {g: [] for g in parts.names}
+    for block_ids, block in _read(blocks):
         rows = as_float(block)
         with precise(rows):
             ids += list(block_ids)
             for group, x in parts.own(rows, _apply(preconditioner, rows, layout)).items():
-                kept[group].append(to_numpy(x))
-    out = {g: np.concatenate(x) if x else np.zeros(0) for g, x in kept.items()}
+                kept[group].append(x)  # to fetch it would make the host wait for the device
+    host = {g: [to_numpy(x) for x in several] for g, several in kept.items()}
+    out = {g: np.concatenate(x) if x else np.zeros(0) for g, x in host.items()}
     return Influence(ids, out if groups or per_layer else out["total"])
 
 
 def token_scores(queries: Mapping[str, Array], records: Iterable[Record]) -> Array:
     """(Q, B, T): what each position of each example adds to its score, q·(l_t ⊗ r_t) over layers.
 
-    `queries`: {layer: (Q, left, right)}, preconditioned. All layers must have the same positions;
-    what has none (`Whole`) has no share.
+    `queries`: {layer: (Q, left, right)}, preconditioned. What has no position has no share.
     """
+    return token_shares(queries, records)[0]
+
+
+def token_shares(
+    queries: Mapping[str, Array], records: Iterable[Record], positions: int | None = None
+) -> tuple[Array, Array]:
+    """(Q, B, T): the share of each position in the score, and (Q, B): that of all the rest.
+
+    The rest is what has no position: biases and norms (`Whole`), and layers that are used once for
+    each example where others are used T times. If several numbers of positions remain, `positions`
+    says which one is meant, and the others belong to the rest. Both together are the score.
+    """
+    records = list(records)
+    counts = {r.layer: r.g.shape[1] for r in records if not isinstance(r, Whole)}
+    found = sorted(set(counts.values()) - {1}) or sorted(set(counts.values()))
+    if positions is None and len(found) > 1:
+        each = ", ".join(f"{layer!r} {t}" for layer, t in counts.items())
+        raise ValueError(
+            f"layers have different numbers of positions: {each}. Say which are meant, as in "
+            f"positions={found[-1]}: those of the others are summed in `rest`."
+        )
+    if not found or (positions is not None and positions not in found):
+        asked = "" if positions is None else f"{positions} "
+        raise ValueError(f"no record has {asked}positions. Layers with some: {counts or 'none'}")
+    wanted = positions or found[0]
     total: Any = None
+    rest: Any = None
     for record in records:
-        if isinstance(record, Whole):
-            continue
         q = as_float(queries[record.layer])
         with precise(q):
-            if isinstance(record, Lookup):
-                rows = namespace(q).einsum("qbtr,btr->qbt", q[:, record.i], like(record.g, q))
+            if isinstance(record, Whole):
+                value = like(record.value, q).reshape(len(record.value), -1)
+                share = q.reshape(len(q), -1) @ value.T
+                rest = share if rest is None else rest + share
+                continue
+            share = _shares(q, record)
+            if share.shape[2] == wanted:
+                total = share if total is None else total + share
             else:
-                half = namespace(q).einsum("qlr,btr->qbtl", q, like(record.a, q))
-                rows = namespace(q).einsum("qbtl,btl->qbt", half, like(record.g, q))
-            total = rows if total is None else total + rows
-    if total is None:
-        raise ValueError("no record has positions")
-    return total
+                rest = share.sum(2) if rest is None else rest + share.sum(2)
+    return total, 0 * total[:, :, 0] if rest is None else rest
+
+
+def _shares(q: Array, record: Any) -> Array:
+    """(Q, B, T) of one record, some queries at a time: what lies between has an axis more."""
+    xp, g = namespace(q), like(record.g, q)
+    width = g.shape[2]  # of what lies between: (Q, B, T, width)
+    a = None if isinstance(record, Lookup) else like(record.a, q)
+    step = max(1, _BETWEEN // max(1, g.shape[0] * g.shape[1] * width))
+    out = []
+    for start in range(0, len(q), step):
+        some = q[start : start + step]
+        half = some[:, record.i] if a is None else xp.einsum("qlr,btr->qbtl", some, a)
+        out.append(xp.einsum("qbtl,btl->qbt", half, g))
+    return xp.concatenate(out, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,53 +221,36 @@ class _Parts:
         return out
 
 
-class _All:
-    """Everything: the query × train matrix."""
-
-    def __init__(self, queries: int):
-        self.parts = [np.zeros((queries, 0), np.float32)]
-        self.names: list[Any] = []
-
-    def add(self, ids: Sequence[Any], x: np.ndarray) -> None:
-        self.parts.append(x)
-        self.names.extend(ids)
-
-    @property
-    def values(self) -> np.ndarray:
-        return np.concatenate(self.parts, 1)
+def _read(blocks: Blocks | RowStore, query: Array = None) -> Blocks:
+    """Blocks of a store are read ahead, to the GPU if the queries are there."""
+    if not isinstance(blocks, RowStore):
+        return blocks
+    return ahead(blocks, device=gpu_of(query), width=blocks.width)
 
 
-class _Top:
-    """The k best of each query so far."""
+def gpu_of(x: Array) -> Any:
+    """The GPU that an array of torch is on, else None: a store's own memory is as good."""
+    gpu = namespace(x).__name__ == "torch" and x.device.type == "cuda"
+    return x.device if gpu else None
 
-    def __init__(self, queries: int, k: int, largest: bool):
-        self.k, self.sign = k, 1 if largest else -1
-        self.best = np.zeros((queries, 0), np.float32)
-        self.ids = np.empty((queries, 0), dtype=object)
 
-    def add(self, ids: Sequence[Any], x: np.ndarray) -> None:
-        if np.isnan(x).any():
-            bad = ids[int(np.isnan(x).any(0).argmax())]
-            raise ValueError(f"the score of row {bad!r} is not a number: is its gradient finite?")
-        x = self.sign * x
-        columns = np.arange(x.shape[1])
-        if self.best.shape[1] == self.k:  # only what beats the last of some query
-            columns = np.flatnonzero((x > self.best[:, -1:]).any(0))
-        named = np.empty(len(columns), dtype=object)
-        named[:] = [ids[int(i)] for i in columns]
-        both = np.concatenate([self.best, x[:, columns]], 1)
-        named = np.concatenate([self.ids, np.broadcast_to(named, (len(x), len(columns)))], 1)
-        order = np.argsort(-both, axis=1, kind="stable")[:, : self.k]
-        self.best = np.take_along_axis(both, order, 1)
-        self.ids = np.take_along_axis(named, order, 1)
+def _beside(block: Array, query: Array) -> Array:
+    """The block as an array like `query`. A mapped file is not copied for that."""
+    torch = namespace(query)
+    if torch.__name__ != "torch" or not isinstance(block, np.ndarray):
+        return like(block, query)
+    if block.dtype.name not in ("float16", "float32", "float64"):
+        return like(block, query)
+    return torch.from_numpy(np.asarray(_Lent(block))).to(query.device, query.dtype)
 
-    @property
-    def values(self) -> np.ndarray:
-        return self.sign * self.best
 
-    @property
-    def names(self) -> list[list[Any]]:
-        return self.ids.tolist()
+class _Lent:
+    """Memory of an array that may only be read, lent to torch, which knows no such thing."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array  # alive as long as this is
+        address = array.__array_interface__["data"][0]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
 def _apply(preconditioner: Preconditioner | None, rows: Array, where: Layout | None) -> Array:

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from ._array import Array, like, namespace, placed, precise, to_numpy
+from ._array import Array, as_double, like, namespace, placed, precise
 from ._compress import Layout, flatten, unflatten
-from ._statistics import State, eigh, finalize
+from ._statistics import BASES, State, average, eigh
 
 KINDS = ("none", "diagonal", "kfac", "ekfac", "raw")
 RELATIVE = 0.1
@@ -39,16 +39,20 @@ class Spectrum:
     left: Array | None = None
     right: Array | None = None
 
-    def damping(self, relative: float) -> float:
-        return relative * float(to_numpy(self.values).mean(dtype=np.float64))
+    def mean(self) -> float:
+        """Of Λ, computed where it is: there are as many values as weights."""
+        xp = namespace(self.values)
+        if xp.__name__ in ("numpy", "torch"):
+            return float(self.values.mean(dtype=xp.float64))
+        return float(as_double(self.values).mean())
 
     def inverse(self, damping: float) -> Array:
         """1 / (Λ + λ). Without damping the pseudo-inverse: a direction with no curvature gets 0."""
         total = self.values + damping
         smallest = 0.0
         if damping == 0:
-            eps = np.finfo(to_numpy(self.values[:0]).dtype).eps
-            smallest = float(eps * max(self.values.shape) * self.values.max())
+            eps = float(namespace(total).finfo(total.dtype).eps)
+            smallest = eps * max(self.values.shape) * float(self.values.max())
         good = total > smallest
         where = namespace(total).where
         return where(good, 1 / where(good, total, like(np.ones(()), total)), 0 * total)
@@ -63,21 +67,27 @@ class Preconditioner:
         spectra: Mapping[str, Spectrum],
         damping: float | None = None,
         relative: float = RELATIVE,
-        _rotations: dict[Any, Array] | None = None,
+        _shared: tuple[dict[Any, Array], dict[str, float]] | None = None,
     ):
         self.kind, self.damping, self.relative = kind, damping, relative
         self.spectra = spectra
-        self._rotations = {} if _rotations is None else _rotations
+        # What does not depend on the damping: Q at the places it was needed, and means of Λ.
+        self._shared = ({}, {}) if _shared is None else _shared
         self._inverses: dict[Any, Array] = {}
 
     def damped(self, damping: float | None = None, relative: float = RELATIVE) -> Preconditioner:
         """The same curvature with another damping; what does not depend on it is shared."""
-        return Preconditioner(self.kind, self.spectra, damping, relative, self._rotations)
+        _checked(damping=damping, relative=relative)
+        return Preconditioner(self.kind, self.spectra, damping, relative, self._shared)
 
     def damping_of(self, layer: str) -> float:
         """The λ that is added to this layer's spectrum."""
-        own = self.damping
-        return self.spectra[layer].damping(self.relative) if own is None else own
+        if self.damping is not None:
+            return self.damping
+        means = self._shared[1]
+        if layer not in means:
+            means[layer] = self.spectra[layer].mean()
+        return self.relative * means[layer]
 
     def apply(self, grads: Mapping[str, Array]) -> dict[str, Array]:
         """{layer: (B, …)} to the same shapes."""
@@ -115,7 +125,7 @@ class Preconditioner:
 
     def _rotation(self, layer: str, side: str, grad: Array) -> Array | None:
         own = getattr(self.spectra[layer], side)
-        return None if own is None else placed(self._rotations, (layer, side), lambda: own, grad)
+        return None if own is None else placed(self._shared[0], (layer, side), lambda: own, grad)
 
 
 def prepare(
@@ -129,12 +139,15 @@ def prepare(
     """
     if kind not in KINDS:
         raise ValueError(f"unknown preconditioner {kind!r}. Known are: {', '.join(KINDS)}")
-    for name, value in (("damping", damping), ("relative", relative)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value}: it must be finite and not negative")
+    _checked(damping=damping, relative=relative)
     spectra = {}
     if kind != "none":
-        found = {layer: _spectrum(kind, s) for layer, s in finalize(statistics).items()}
+        own = {layer: s for layer, s in statistics.items() if _of_gradients(s)}
+        if kind in ("kfac", "ekfac") and auto(statistics) not in ("kfac", "ekfac"):
+            # Squares of a matrix are not what K-FAC keeps: it was not accumulated.
+            found = {n: None if _is_matrix(s) else _spectrum(kind, s) for n, s in own.items()}
+        else:
+            found = {layer: _spectrum(kind, s) for layer, s in own.items()}
         spectra = {layer: s for layer, s in found.items() if s is not None}
         if not spectra or len(spectra) < len(found):
             missing = ", ".join(repr(layer) for layer in found if layer not in spectra) or "all"
@@ -145,37 +158,62 @@ def prepare(
     return Preconditioner(kind, spectra, damping, relative)
 
 
+def _checked(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value}: it must be finite and not negative")
+
+
 def auto(statistics: State) -> str:
     """The best kind that the statistics allow."""
-    for stat, kind in (
-        ("eigen", "ekfac"),
-        ("left", "kfac"),
-        ("raw", "raw"),
-        ("square", "diagonal"),
-    ):
-        if any(stat in stats for stats in statistics.values()):
+    layers = [stats.keys() for stats in statistics.values() if _of_gradients(stats)]
+    if any("eigen" in names for names in layers):
+        return "ekfac"
+    if any({"left", "right"} <= names for names in layers):
+        return "kfac"
+    kinds = {"raw": "raw", "square": "diagonal"}
+    for name, kind in kinds.items():
+        if layers and all(name in names for names in layers):
             return kind
-    return "none"
+    if layers and all(names & kinds.keys() for names in layers):
+        return "kfac"  # of a run in which nothing is a matrix: some are short, some long
+    return next((kind for n, kind in kinds.items() if any(n in names for names in layers)), "none")
+
+
+def _of_gradients(stats: Mapping[str, Array]) -> bool:
+    """Whether these are not only statistics of what goes into a layer or comes back to it."""
+    names = stats.keys()
+    return bool(names & {"sum", "square", "eigen", "raw"}) or {"left", "right"} <= names
+
+
+def _is_matrix(stats: Mapping[str, Array]) -> bool:
+    return any(name in stats and stats[name].ndim == 2 for name in ("sum", "square"))
 
 
 def _spectrum(kind: str, stats: Mapping[str, Array]) -> Spectrum | None:
+    """From the sums of a layer, of which only those that are needed are divided."""
     if kind == "ekfac" and "eigen" in stats:
-        return Spectrum(stats["eigen"], stats.get("left_basis"), stats.get("right_basis"))
-    if kind == "kfac" and "left" in stats:
-        sides = {side: (stats[side], None) for side in ("left", "right")}
-        for side, (x, _) in sides.items():
-            if x.ndim == 2:  # a vector is a diagonal covariance, its own spectrum
-                sides[side] = eigh(x)
-        left, right = sides["left"], sides["right"]
-        return Spectrum(left[0][:, None] * right[0][None, :], left[1], right[1])
+        bases = [stats.get(name) for name in BASES]
+        # A vector is the diagonal of the identity: that side has no rotation.
+        left, right = (q if q is not None and q.ndim == 2 else None for q in bases)
+        return Spectrum(average(stats, "eigen"), left, right)
+    factors = {"left", "right"} & stats.keys()
+    if kind == "kfac" and len(factors) == 2:
+        (left, q), (right, r) = (_eigen(average(stats, side)) for side in ("left", "right"))
+        return Spectrum(left[:, None] * right[None, :], q, r)
     # Under K-FAC, what is no matrix has a covariance of its own, or only its squares.
-    if "raw" in stats and kind != "diagonal" and (kind == "raw" or "left" not in stats):
-        values, vectors = eigh(stats["raw"])
+    if "raw" in stats and kind != "diagonal" and (kind == "raw" or not factors):
+        values, vectors = eigh(average(stats, "raw"))
         # A vector as a matrix of one row: the product from the right is its rotation.
         return Spectrum(values[None], None, vectors)
-    if "square" in stats and (kind == "diagonal" or (kind != "raw" and "left" not in stats)):
-        return Spectrum(stats["square"])
+    if "square" in stats and (kind == "diagonal" or (kind != "raw" and not factors)):
+        return Spectrum(average(stats, "square"))
     return None
+
+
+def _eigen(covariance: Array) -> tuple[Array, Array | None]:
+    """A vector is a diagonal covariance, and its own spectrum."""
+    return (covariance, None) if covariance.ndim == 1 else eigh(covariance)
 
 
 def select_damping(

@@ -11,9 +11,12 @@ is made of. The gradient itself is made as late as possible, and smaller where i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from ._array import Array, namespace
+import numpy as np
+
+from ._array import Array, add_rows, as_float, like, namespace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +79,73 @@ class Whole:
 
 
 Record = Outer | Lookup | Whole
+
+
+def examples(record: Record) -> int:
+    """How many there are in the batch."""
+    return len(record.value if isinstance(record, Whole) else record.g)
+
+
+def changed(record: Record, **arrays: Any) -> Any:
+    """The record with other arrays."""
+    return dataclasses.replace(record, **arrays)
+
+
+def floated(record: Record) -> Record:
+    """In float32 or better: sums of float16 and bfloat16 would lose what they add."""
+    if isinstance(record, Whole):
+        return changed(record, value=as_float(record.value))
+    if isinstance(record, Lookup):
+        return changed(record, g=as_float(record.g))
+    return changed(record, a=as_float(record.a), g=as_float(record.g))
+
+
+def cut(record: Record, some: slice) -> Record:
+    """The record of some of its examples."""
+    if isinstance(record, Whole):
+        return changed(record, value=record.value[some])
+    if isinstance(record, Lookup):
+        return changed(record, i=record.i[some], g=record.g[some])
+    return changed(record, a=record.a[some], g=record.g[some])
+
+
+def rotated(record: Record, left: Array | None, right: Array | None) -> Record:
+    """The record whose gradient is leftᵀ G right; None is the identity."""
+    assert not isinstance(record, Whole)
+    if isinstance(record, Lookup):
+        g = turned(record.g, right)
+        if left is None:
+            return changed(record, g=g)
+        return Outer(record.layer, g, like(left, g)[record.i])  # one-hot vectors pick its rows
+    return changed(record, a=turned(record.a, right), g=turned(record.g, left))
+
+
+def turned(x: Array, q: Array | None) -> Array:
+    """The vectors of the last axis in another basis; None is the identity."""
+    # One product of two matrices: with three axes some libraries make one for each example.
+    return x if q is None else (x.reshape(-1, x.shape[-1]) @ like(q, x)).reshape(x.shape)
+
+
+def places_joined(lookups: Sequence[Lookup]) -> Lookup:
+    """One lookup for several of one table."""
+    if len(lookups) == 1:
+        return lookups[0]
+    join = lambda xs: namespace(xs[0]).concatenate(xs, 1)
+    return changed(lookups[0], i=join([x.i for x in lookups]), g=join([x.g for x in lookups]))
+
+
+def row_gradients(lookup: Lookup) -> tuple[Array, Array]:
+    """Rows (n,) and their gradients (n, out): no row comes twice for one example.
+
+    A row that an example uses at several places has its sum at one of them, and zeros at the
+    others. So n is that of all places, the table is never written out, and JAX can trace it.
+    """
+    g = lookup.g.reshape(-1, lookup.g.shape[-1])
+    xp, start = namespace(g), np.arange(len(lookup.g))[:, None] * lookup.rows
+    keys = (lookup.i + like(start, lookup.i)).reshape(-1)
+    order = xp.argsort(keys)
+    keys = keys[order]
+    fresh = xp.concatenate([keys[:1] == keys[:1], keys[1:] != keys[:-1]])
+    slot = xp.cumsum(fresh, 0) - 1
+    sums = add_rows(len(keys), slot, g[order])
+    return keys % lookup.rows, sums[slot] * like(fresh, g)[:, None]

@@ -11,6 +11,7 @@ Everything is little-endian. A row that is decoded, encoded and decoded again is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import mmap
 import os
@@ -22,6 +23,7 @@ import numpy as np
 from _loxio import Damaged
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
+_BLOCK = 128 << 20
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -76,22 +78,33 @@ class RowType:
             raise ValueError(f"{which} {why}")
         return block.view(np.uint8).reshape(len(rows), self.nbytes)
 
-    def decode(self, block: np.ndarray) -> np.ndarray:
-        """(B, dim) in float32, of the bytes (B, nbytes). What is float32 is not copied."""
+    def decode(self, block: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """(B, dim) in float32, of the bytes (B, nbytes). What is float32 is not copied.
+
+        `out`: memory for the others, at least of this shape.
+        """
         element = self.stored if self.name == "int8" else self.stored.base
         block = block.reshape(-1).view(element).reshape(len(block), -1)
         if self.name == "float32":
             return block
+        out = np.empty((len(block), self.dim), np.float32) if out is None else out[: len(block)]
         if self.name == "float16":
-            return block.astype(np.float32)
-        if self.name == "bfloat16":
-            bits = block.astype(np.uint32)
-            bits <<= 16
-            return bits.view(np.float32)
-        block = block.reshape(-1)
-        out = block["q"].astype(np.float32)
-        out *= block["scale"][:, None]
+            np.copyto(out, block)
+        elif self.name == "bfloat16":
+            np.left_shift(block, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+        else:
+            block = block.reshape(-1)
+            np.multiply(block["q"], block["scale"][:, None], out=out, dtype=np.float32)
         return out
+
+    def decode_tensor(self, block: Any) -> Any:
+        """The same of a torch tensor of bytes, on the device where it is."""
+        import torch
+
+        if self.name != "int8":
+            return block.view(getattr(torch, self.name)).float()  # float32 is not copied
+        scale = block[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        return block[:, 4:].view(torch.int8).float().mul_(scale)
 
     # Each returns the block, and which of its rows hold finite values alone.
 
@@ -145,11 +158,43 @@ def map_bytes(path: str, start: int, stop: int) -> np.ndarray:
 
 def mappable() -> int:
     """Bytes that may be mapped for long: none where the address space is limited."""
+    return 0 if _address_space() is not None else _memory()
+
+
+def block_bytes() -> int:
+    """What a block may take, with all that is held beside it: less where memory is limited."""
+    left = _address_space()
+    return min(_BLOCK, max(1 << 20, (_memory() if left is None else left) // 16))
+
+
+def _memory() -> int:
+    """Of the machine, or what this process and its like may have of it."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return 1 << 32
+    with contextlib.suppress(OSError, ValueError):  # no group, or no limit ("max")
+        with open("/sys/fs/cgroup/memory.max") as file:
+            memory = min(memory, int(file.read()))
+    return memory
+
+
+def _address_space() -> int | None:
+    """Bytes of it that are left, if it is limited."""
     try:
         import resource
 
-        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            return 0
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ImportError, ValueError, OSError):  # not a POSIX system
-        return 1 << 32
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return None
+        with open("/proc/self/statm") as file:
+            return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
+    except ImportError:  # not a POSIX system
+        return None
+    except OSError:  # no /proc: what is used already is not known
+        return limit // 2
+
+
+def block_rows(dim: int) -> int:
+    """Rows of a block. An eighth of it is for ids and scores; rows count as float32."""
+    return max(1, block_bytes() // 8 * 7 // (4 * dim))

@@ -1,8 +1,8 @@
 """`LogIX`: one run. It watches a model, and turns each batch into rows and statistics.
 
-with run(data_id=ids):          hooks are on the model
-    loss.backward()             records
-# after the block:              records -> compression -> statistics, rows -> store
+with run(data_id=ids):          the model is watched
+    loss.backward()             records, compressed as they come
+# after the block:              records -> statistics, rows -> store
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,23 @@ import numpy as np
 from . import _statistics
 from ._analysis import Analysis
 from ._array import to_numpy
-from ._compress import Compression, Layout, Projector, flatten, gradients, layout, unflatten
+from ._compress import Compression, Layout, Projector
+from ._config import read_config
 from ._ids import content_ids
-from ._record import Lookup, Outer, Record
+from ._loader import LogDataset, LogLoader
+from ._record import Record
+from ._rows import Activation, shown
+from ._saved import Saved
 from ._settings import Settings, parse
-from ._store import RowStore, RowWriter
+from ._store import RowStore
+from ._watching import Watching
 
-STATISTICS, PCA = "statistics.npz", "projections.npz"
+# Words of statistics that need no gradient of a parameter.
+OF_POSITIONS = frozenset(w for w in _statistics.WORDS if w.startswith(("forward", "backward")))
+Log = tuple[list[Any], dict[str, dict[str, Any]]]
 
 
-class LogIX:
+class LogIX(Watching):
     """A run: what is logged of a model, where it is kept, and what is computed from it.
 
     >>> import tempfile, torch, logix
@@ -35,7 +42,7 @@ class LogIX:
     >>> run = logix.LogIX("example", config={"root_dir": tempfile.mkdtemp()})
     >>> run.setup({"log": "grad", "save": "grad", "statistic": "kfac"})
     >>> run.watch(model)
-    logix: watching 1 layers, 8 of 8 parameters (100.0%)
+    logix: watching 1 layers, 8 of 8 parameters (100.0%); a row has 8 values (32 B)
     >>> with run(data_id=["a", "b"]):
     ...     model(torch.ones(2, 3)).sum().backward()
     >>> run.finalize()
@@ -45,214 +52,242 @@ class LogIX:
     Arguments:
 
     - `project`: the name of the run's folder.
-    - `config`: a dict with `root_dir` (`"./logix"`).
+    - `config`: a dict, or the path of a YAML file: `root_dir` (`"./logix"`), and the sections
+      `logging` and `lora` (`LoRAConfig`).
+    - `logging_config`: the section `logging`, by itself.
     - `resume`: go on with what is saved; ids that are there are passed over.
     - `overwrite`: remove what is saved under this name.
     - `duplicates`: what becomes of an id that is there already: `"error"`, `"keep_first"` or
       `"keep_all"`.
+    - `nonfinite`: what becomes of a row with NaN or infinity: `"error"` or `"keep"`.
     """
 
     def __init__(
         self,
         project: str,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
+        logging_config: Mapping[str, Any] | None = None,
         *,
         resume: bool = False,
         overwrite: bool = False,
         duplicates: str = "error",
+        nonfinite: str = "error",
     ):
-        self.project, self.config = project, dict(config or {})
-        self.path = os.path.join(self.config.get("root_dir", "./logix"), project)
-        self.settings, self.compression = Settings(), Projector(Compression())
-        self.statistics: dict[str, dict[str, Any]] = {}
+        if logging_config is not None:
+            config = {"logging": logging_config} if config is None else config
+            config = dataclasses.replace(
+                read_config(config), logging=read_config({"logging": logging_config}).logging
+            )
+        super().__init__(read_config(config))
+        self.project = project
+        self.path = os.path.join(self.config.root_dir, project)
+        how = dict(resume=resume, overwrite=overwrite, duplicates=duplicates, nonfinite=nonfinite)
+        self._saved = Saved(self.path, self.config.logging, how)
+        self.settings = Settings()
+        # Statistics of the passes before, of all processes; of this pass, of this process.
+        self._earlier: dict[str, dict[str, Any]] = {}
+        self._fresh: dict[str, dict[str, Any]] = {}
         self.influence = Analysis(self)
-        self._how: dict[str, Any] = dict(resume=resume, overwrite=overwrite, duplicates=duplicates)
-        self._model: Any = None
-        self._layers: dict[str, Any] = {}
-        self._writer: RowWriter | None = None
         self._open: Any = None
         self._logging = True
-        self._log: tuple[list[Any], dict[str, dict[str, Any]]] = ([], {})
+        self.ids: list[Any] = []  # of the last batch
+        self.records: list[Record] = []
+        self._tensors: list[Activation] = []
+        self._save: bool | None = None
+        self._told: set[str] = set()
 
     # --- what to do --------------------------------------------------------------------------
 
     def setup(self, words: Mapping[str, Any]) -> None:
-        """Say what to log, save and accumulate."""
-        self.settings = parse(words)
-        if self.settings.save - {"grad"}:
-            raise NotImplementedError("only 'grad' can be saved in this version")
+        """Say what to log, save and accumulate, in either of two forms.
 
-    def watch(
-        self, model: Any, type_filter: Any = None, name_filter: Any = None, strict: bool = False
-    ) -> None:
-        """Choose the layers of a model: all that have a rule, or those that the filters name.
-
-        It prints what that covers. With `strict`, a trainable parameter that is not covered is an
-        error.
+        >>> import logix
+        >>> run = logix.LogIX("example")
+        >>> run.setup({"log": "grad", "save": "grad", "statistic": "kfac"})
+        >>> run.setup({"grad": ["log", "covariance"], "forward": ["mean"]})
+        >>> sorted(run.settings.statistics)
+        ['forward_mean', 'raw']
         """
-        from .torch._capture import watched
-        from .torch._coverage import coverage
-
-        layers = watched(model, type_filter, name_filter)
-        found = coverage(model, layers)
-        if strict and found.missing:
-            raise ValueError(f"watch(strict=True) covers {found}")
-        print(f"logix: watching {found}")
-        self._model, self._layers = model, layers
-
-    def add_lora(self, rank: int = 64, seed: int = 0) -> None:
-        """Compress gradients by fixed random projections of both sides of each layer."""
-        self.compression = Projector(Compression("logra", rank=rank, seed=seed))
+        self.settings = parse(words)
 
     def eval(self) -> None:
         """Log, but save nothing and accumulate nothing any more."""
         self._logging = False
 
-    # --- one batch ---------------------------------------------------------------------------
-
     def save(self, enable: bool = True) -> None:
         """Save what is logged from here on, or not."""
-        kinds = frozenset({"grad"}) if enable else frozenset()
+        kinds = (self.settings.log or frozenset({"grad"})) if enable else frozenset()
         self.settings = dataclasses.replace(self.settings, save=kinds)
 
     def clear(self) -> None:
         """Forget statistics, compression and the last log. What is saved stays."""
-        self.statistics, self._log = {}, ([], {})
+        self._forget()
+        self.ids, self.records, self._tensors, self._extra = [], [], [], {}
         self.compression, self._logging = Projector(Compression()), True
 
-    def start(self, data_id: Any, mask: Any = None) -> None:
-        """The same as entering `with run(data_id, mask)`; `end` leaves it."""
-        self._open = self(data_id, mask)
-        self._open.__enter__()
-
-    def end(self) -> None:
-        """Take what was logged since `start`."""
-        self._open.__exit__(None, None, None)
+    # --- one batch ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def __call__(self, data_id: Any, mask: Any = None) -> Iterator[None]:
-        from .torch._capture import Capture
+    def __call__(
+        self,
+        data_id: Any,
+        mask: Any = None,
+        save: bool | None = None,
+        *,
+        weight_grads: bool = False,
+    ) -> Iterator[None]:
+        """Log the examples whose loss goes backward inside.
+
+        Arguments:
+
+        - `data_id`: an id for each example: a list, a tensor of integers, or the batch itself,
+          whose content then makes the ids.
+        - `mask`: (B, T), true where a position counts.
+        - `save`: whether this batch is saved; by default what `setup` says.
+        - `weight_grads`: True to have gradients in the parameters too, to train on the same pass.
+        """
+        from .torch._context import batch
 
         if self._model is None:
             raise RuntimeError("there is no model to log from. Call watch(model) first.")
         ids = _ids(data_id)
-        capture = Capture(self._layers, mask)
-        with capture.hooks(self._model):
+        self.records, self._extra, self._save = [], {}, save
+        about = self._model, self._units, len(ids), mask, self.compression.record, weight_grads
+        with batch(*about) as capture:
             yield
-        self._take(ids, capture.records(), mask)
+        self._take(ids, capture.records(), mask, self._save)
 
-    def _take(self, ids: list[Any], records: list[Record], mask: Any) -> None:
-        if not records:
-            raise RuntimeError(
-                "no gradient came to any watched layer. Call loss.backward() inside."
-            )
-        small = [self.compression.record(r) for r in records]
-        grads = gradients(small)
-        for layer, grad in grads.items():
-            if len(grad) != len(ids):
-                raise ValueError(f"{len(ids)} ids, but {layer!r} has a batch of {len(grad)}")
-        self._log = (ids, _shown(self.settings.log, small, grads))
+    log = __call__
+
+    def start(self, data_id: Any, mask: Any = None, save: bool | None = None) -> None:
+        """The same as entering `with run(data_id, mask)`; `end` leaves it."""
+        self._open = self(data_id, mask, save)
+        self._open.__enter__()
+
+    def end(self, save: bool | None = None) -> None:
+        """Take what was logged since `start`."""
+        if self._open is None:
+            raise RuntimeError("end() without start(data_id=…) before")
+        opened, self._open = self._open, None
+        self._save = self._save if save is None else save
+        opened.__exit__(None, None, None)
+
+    def _take(
+        self, ids: list[Any], records: list[Record], mask: Any = None, save: bool | None = None
+    ) -> None:
+        """What becomes of a batch."""
+        tensors = [Activation(name, *x) for name, x in self._extra.items()]
+        if self.settings.log or not self._logging:  # else no one asks for them
+            self.records = records
+        self.ids, self._tensors = ids, tensors
+        kinds = self.settings.save
+        if save is not None:
+            kinds = (kinds or self.settings.log or frozenset({"grad"})) if save else frozenset()
         if not self._logging:
             return
-        what = set(self.settings.statistics)
-        if "ekfac" in what and not self._has_bases():
-            what = what - {"ekfac"} | {"kfac"}  # the pass that finds the eigenvectors
+        logged = [*records, *tensors]
+        write = self._saved.reserve(ids, logged, kinds, self.compression) if kinds else None
+        what = self.settings.statistics if self._has_bases() else self.settings.sums
         if what:
-            self.statistics = _statistics.update(self.statistics, small, what, mask=mask)
-        if "grad" in self.settings.save:
-            where = layout({name: tuple(g.shape[1:]) for name, g in grads.items()})
-            self._write(where).append(ids, to_numpy(flatten(grads, where)))
+            if not self._fresh and self._has_bases():
+                self._fresh = _bases(self._earlier)
+            on = dict(cpu=self.config.logging.cpu_offload)
+            self._fresh = _statistics.update(self._fresh, records, what, mask=mask, **on)
+            places = [x.as_record() for x in tensors]
+            self._fresh = _statistics.update(self._fresh, places, what & OF_POSITIONS, **on)
+        if write is not None:
+            write()
 
-    def _write(self, where: Layout) -> RowWriter:
-        if self._writer is None:
-            parts = [dict(name=n, shape=list(s), offset=o) for n, s, o in where]
-            meta = dict(compression=self.compression.settings.to_json())
-            folder = os.path.join(self.path, "rows")
-            if self._how["overwrite"]:
-                for old in (STATISTICS, PCA):  # of the run that is replaced
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(self.path, old))
-            self._writer = RowWriter(folder, parts, meta=meta, **self._how)
-        return self._writer
+    @property
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Sums over all that was logged; `logix.averages` of it are means and covariances."""
+        if self._fresh:
+            self._earlier, self._fresh = _statistics.merge(self._earlier, self._fresh), {}
+        return self._earlier
 
     def _has_bases(self) -> bool:
-        return any("left_basis" in stats for stats in self.statistics.values())
+        return any(b in s for s in self._earlier.values() for b in _statistics.BASES)
 
-    def get_log(self) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-        """The ids and logs of the last batch: `(ids, {layer: {"grad": rows}})`."""
-        return self._log
+    def _forget(self) -> None:
+        self._earlier, self._fresh = {}, {}
+
+    def get_log(self, copy: bool = False) -> Log:
+        """The ids and logs of the last batch: `(ids, {layer: {"grad": rows}})`.
+
+        Gradients are made when they are asked for. `copy` gives arrays of their own, which a later
+        batch in a compiled program can't change.
+        """
+        kinds = self.settings.log or frozenset({"grad"})
+        found = shown([*self.records, *self._tensors], kinds)
+        if copy:
+            found = {k: {n: x + 0 for n, x in own.items()} for k, own in found.items()}
+        return self.ids, found
 
     # --- afterwards --------------------------------------------------------------------------
 
-    def finalize(self) -> None:
-        """End a pass over the data: rows and statistics are on the disk."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            # A further pass over the same data finds its own rows there, and passes over them.
-            self._how |= dict(resume=True, overwrite=False)
-        if "ekfac" in self.settings.statistics and not self._has_bases():
-            self.statistics = _statistics.with_bases(self.statistics)
-        if self.statistics:
-            os.makedirs(self.path, exist_ok=True)
-            _statistics.save(self.statistics, os.path.join(self.path, STATISTICS))
-        if self.compression.pca:
-            os.makedirs(self.path, exist_ok=True)
-            self.compression.save(os.path.join(self.path, PCA))
+    def flush(self) -> None:
+        """Wait until all rows so far are with the operating system, which a crash can't undo."""
+        self._saved.flush()
 
-    def initialize_from_log(self) -> None:
-        """Statistics and compression as an earlier run under this name has saved them."""
-        self.statistics = _statistics.load(os.path.join(self.path, STATISTICS))
-        meta = self.store().manifest["meta"]
-        settings, pca = Compression.from_json(meta["compression"]), os.path.join(self.path, PCA)
-        is_pca = settings.init == "pca" and settings.kind != "none"
-        self.compression = Projector.load(settings, pca) if is_pca else Projector(settings)
+    def finalize(self) -> None:
+        """End a pass over the data: rows and statistics are on the disk, of all processes."""
+        fresh, self._fresh = self._saved.finish(self._fresh), {}
+        self._earlier = _statistics.merge(self._earlier, fresh)
+        if "ekfac" in self.settings.statistics and not self._has_bases():
+            self._earlier = self._saved.same(_statistics.with_bases(self._earlier))
+        if cut := set(_statistics.diagonal_sides(self._earlier)) - self._told:
+            self._tell(f"only the diagonal of the covariance is kept of {', '.join(sorted(cut))}")
+            self._told |= cut
+        self._saved.write(self._earlier, self.compression)
+
+    def close(self) -> None:
+        """End the run where it is: rows are on the disk, statistics of this pass are forgotten."""
+        self._saved.close()
+        self._fresh = {}
+
+    def initialize_from_log(
+        self, state_path: str | None = None, lora_path: str | None = None
+    ) -> None:
+        """Statistics and compression as an earlier run has saved them.
+
+        Arguments:
+
+        - `state_path`: the folder of the run whose statistics are read; by default this run's.
+        - `lora_path`: the folder of the run whose compression is used; by default this run's.
+        """
+        self._forget()
+        self._earlier = self._saved.statistics(state_path)
+        self.compression = self._saved.projector(lora_path or state_path)
 
     def store(self) -> RowStore:
         """What was saved."""
-        return RowStore(os.path.join(self.path, "rows"))
+        return self._saved.store()
 
     @property
     def layout(self) -> Layout:
-        """Where each layer is in a row."""
+        """Where the gradient of each layer is in a row."""
         parts = self.store().manifest["layout"]
-        return [(p["name"], tuple(p["shape"]), p["offset"]) for p in parts]
+        grads = (p for p in parts if p.get("kind", "grad") == "grad")
+        return [(p["name"], tuple(p["shape"]), p["offset"]) for p in grads]
 
-    def build_log_dataloader(self, batch_size: int = 16, flatten: bool = False) -> Any:
+    def build_log_dataset(self, flatten: bool = False) -> LogDataset:
+        """What was saved, as a dataset: `(id, {layer: {"grad": row}})` by number."""
+        return LogDataset(self.store(), flatten)
+
+    def build_log_dataloader(
+        self,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        flatten: bool = False,
+    ) -> LogLoader:
         """What was saved, in batches: `(ids, {layer: {"grad": rows}})`, or `(ids, rows)`."""
-        return Loader(self.store(), self.layout, batch_size, flatten)
+        return LogLoader(self.store(), batch_size, num_workers, pin_memory, flatten)
 
 
-class Loader:
-    """Batches of a store."""
-
-    def __init__(self, store: RowStore, where: Layout, batch_size: int, flatten: bool):
-        self.store, self.where, self.batch_size, self.flatten = store, where, batch_size, flatten
-
-    def blocks(self) -> Iterator[tuple[list[Any], np.ndarray]]:
-        return self.store.blocks()
-
-    def __len__(self) -> int:
-        return -(-len(self.store) // self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[list[Any], Any]]:
-        for ids, rows in self.store.blocks(self.batch_size):
-            if self.flatten:
-                yield ids, rows
-            else:
-                yield ids, {k: {"grad": v} for k, v in unflatten(rows, self.where).items()}
-
-
-def _shown(
-    kinds: frozenset[str], records: Sequence[Record], grads: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    out: dict[str, dict[str, Any]] = {name: {"grad": g} for name, g in grads.items()}
-    for record in records:
-        if "forward" in kinds and isinstance(record, Outer):
-            out[record.layer]["forward"] = record.a
-        if "backward" in kinds and isinstance(record, Outer | Lookup):
-            out[record.layer]["backward"] = record.g
-    return out
+def _bases(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    known = {k: {n: s[n] for n in _statistics.BASES if n in s} for k, s in state.items()}
+    return {layer: own for layer, own in known.items() if own}
 
 
 def _ids(data_id: Any) -> list[Any]:

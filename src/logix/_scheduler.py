@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ._compress import Compression, Projector
-from ._statistics import finalize
+from ._rows import KINDS
 
-LORA = ("none", "random", "pca")
+LORA = ("none", "random", "sparse", "pca")
 HESSIAN = ("none", "diagonal", "raw", "kfac", "ekfac")
 
 
@@ -19,7 +18,7 @@ class LogIXScheduler:
     >>> model, x = torch.nn.Linear(3, 2), torch.randn(8, 3)
     >>> run = logix.LogIX("example", config={"root_dir": tempfile.mkdtemp()})
     >>> run.watch(model)
-    logix: watching 1 layers, 8 of 8 parameters (100.0%)
+    logix: watching 1 layers, 8 of 8 parameters (100.0%); a row has 8 values (32 B)
     >>> for _ in logix.LogIXScheduler(run, hessian="ekfac", save="grad"):
     ...     with run(data_id=list(range(8))):
     ...         model(x).square().sum().backward()
@@ -30,10 +29,10 @@ class LogIXScheduler:
     Arguments:
 
     - `run`: the run to set up before each pass.
-    - `lora`: `"none"`, `"random"`, or `"pca"`, which needs a pass of its own.
+    - `lora`: `"none"`, `"random"`, `"sparse"`, or `"pca"`, which needs a pass of its own.
     - `hessian`: the statistics; `"ekfac"` needs a pass before, for the eigenvectors.
-    - `save`: `"none"`, or `"grad"`: saved in the last pass.
-    - `rank`: of the compression, on either side.
+    - `save`: `"none"`, `"grad"`, `"forward"` or `"backward"`: saved in the last pass.
+    - `rank`, `seed`: of the compression; by default those of the run's configuration.
     """
 
     def __init__(
@@ -42,14 +41,19 @@ class LogIXScheduler:
         lora: str = "none",
         hessian: str = "none",
         save: str = "none",
-        rank: int = 64,
-        seed: int = 0,
+        rank: int | None = None,
+        seed: int | None = None,
     ):
-        for name, value, known in (("lora", lora, LORA), ("hessian", hessian, HESSIAN)):
+        words = (
+            ("lora", lora, LORA),
+            ("hessian", hessian, HESSIAN),
+            ("save", save, ("none", *KINDS)),
+        )
+        for name, value, known in words:
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not known. Known are: {', '.join(known)}.")
         self.run, self.lora, self.hessian, self.save = run, lora, hessian, save
-        self.settings = Compression("logra", "pca" if lora == "pca" else "random", rank, seed)
+        self.rank, self.seed = rank, seed
 
     def __len__(self) -> int:
         return 1 + (self.lora == "pca") + (self.hessian == "ekfac")
@@ -57,17 +61,15 @@ class LogIXScheduler:
     def __iter__(self) -> Iterator[int]:
         run, passes = self.run, 0
         if self.lora == "pca":
-            run.setup({"log": "grad", "statistic": "kfac"})
+            run.setup({"statistic": "kfac"})
             yield passes
             passes += 1
-            run.compression = Projector.from_covariances(self.settings, finalize(run.statistics))
-            run.statistics = {}  # those of the layers as they are; from here on they are compressed
-        elif self.lora == "random":
-            run.compression = Projector(self.settings)
+        if self.lora != "none":
+            run.add_lora(init=self.lora, rank=self.rank, seed=self.seed)
         if self.hessian == "ekfac":
-            run.setup({"log": "grad", "statistic": "ekfac"})
+            run.setup({"statistic": "ekfac"})
             yield passes
             passes += 1
-        words = {"log": "grad", "statistic": self.hessian}
-        run.setup(words if self.save == "none" else {**words, "save": self.save})
+        save = [] if self.save == "none" else self.save
+        run.setup({"log": save, "save": save, "statistic": self.hessian})
         yield passes

@@ -12,10 +12,15 @@ from typing import Any
 
 KINDS = ("forward", "backward", "grad")
 STATISTICS = ("none", "mean", "variance", "diagonal", "kfac", "ekfac", "raw")
+_BOTH = {"forward", "backward"}  # covariances of both sides are what K-FAC is made of
 # What a word of the second form is to the engine, for each kind of log.
 WORDS = {
-    ("forward", "covariance"): "kfac",
-    ("backward", "covariance"): "kfac",
+    ("forward", "covariance"): "forward",
+    ("backward", "covariance"): "backward",
+    ("forward", "mean"): "forward_mean",
+    ("forward", "variance"): "forward_variance",
+    ("backward", "mean"): "backward_mean",
+    ("backward", "variance"): "backward_variance",
     ("grad", "covariance"): "raw",
     ("grad", "corrected_eigval"): "ekfac",
     ("grad", "mean"): "mean",
@@ -31,14 +36,19 @@ class Settings:
     save: frozenset[str] = frozenset()
     statistics: frozenset[str] = frozenset()
 
+    @property
+    def sums(self) -> frozenset[str]:
+        """What is summed in one pass over the data, before EK-FAC has its eigenvectors."""
+        return self.statistics - {"ekfac"} | ({"kfac"} if "ekfac" in self.statistics else set())
+
 
 def parse(words: Mapping[str, Any]) -> Settings:
     """The settings that a dict asks for. A word that is not known is an error that lists those."""
     if not isinstance(words, Mapping):
         raise TypeError(f"setup takes a dict, got {type(words).__name__}: {EXAMPLE}")
     if set(words) <= {"log", "save", "statistic"}:
-        logged = _known("log", words.get("log", "grad"), KINDS)
         saved = _known("save", words.get("save", ()), KINDS)
+        logged = _known("log", words.get("log", ()), KINDS)
         summed = _known("statistic", words.get("statistic", ()), STATISTICS) - {"none"}
         return Settings(logged | saved, saved, summed)
     if set(words) <= set(KINDS):
@@ -51,6 +61,8 @@ def parse(words: Mapping[str, Any]) -> Settings:
                     log.add(kind)
                 else:
                     statistics.add(WORDS[kind, word])
+        if statistics >= _BOTH or "ekfac" in statistics:
+            statistics = statistics - _BOTH | {"kfac"}
         return Settings(frozenset(log), frozenset(log), frozenset(statistics))
     unknown = sorted(set(words) - {"log", "save", "statistic", *KINDS})
     raise ValueError(

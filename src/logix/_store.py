@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -158,14 +159,18 @@ class RowWriter:
         content = dict(store=self.manifest["store"], writer=self.writer, state=state, parts=parts)
         write_small(writer_file(self.path, self.writer, "json"), content)
 
-    def append(self, ids: Iterable[Any], rows: np.ndarray) -> int:
-        """Write (B, D) rows with their ids, all or none. Returns how many were new."""
+    def append(self, ids: Iterable[Any], rows: np.ndarray, reserved: bool = False) -> int:
+        """Write (B, D) rows with their ids, all or none. Returns how many were new.
+
+        `reserved`: the ids are of `reserve`, and all of them are written.
+        """
         names, rows = as_ids(ids), np.asarray(rows)
         if rows.ndim != 2 or len(rows) != len(names):
             raise ValueError(f"{len(names)} ids for rows of the shape {rows.shape}")
         with self._writing:
             self._raise_error()
-            keep, passed = self._known.new(names)
+            every: tuple[list[int], Any] = (list(range(len(names))), Counter())
+            keep, passed = every if reserved else self._known.new(names)
             if len(keep) < len(names):
                 names, rows = [names[i] for i in keep], rows[keep]
             if names:
@@ -178,6 +183,23 @@ class RowWriter:
                 self._thread = threading.Thread(target=self._sync_beside, daemon=True)
                 self._thread.start()
         return len(names)
+
+    def reserve(self, ids: Iterable[Any]) -> tuple[list[Id], list[int]]:
+        """Plain ids, and the places of those to write later with `append(…, reserved=True)`.
+
+        By the policy for duplicates, at once: whoever writes beside the caller would find out too
+        late. `release` takes back what was not written.
+        """
+        names = as_ids(ids)
+        with self._writing:
+            keep, passed = self._known.new(names)
+            self._known.accept([names[i] for i in keep], passed)
+        return names, keep
+
+    def release(self, ids: Iterable[Id]) -> None:
+        """These were reserved, and will not be written."""
+        with self._writing:
+            self._known.forget(ids)
 
     def _room(self) -> PartWriter:
         """The part that takes the next rows."""

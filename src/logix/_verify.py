@@ -9,7 +9,9 @@ manifest.json     what a row is: layout, dtype, whatever else is needed to read 
 from __future__ import annotations
 
 import bisect
+import concurrent.futures
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ from _loxio import Damaged, is_held, read_small
 
 from ._commits import Part
 from ._ids import DUPLICATES, Id, as_id, stretches
-from ._rowtypes import RowType, mappable
+from ._progress import progress
+from ._rowtypes import RowType, block_rows, mappable
 
 MANIFEST, KIND, FORMAT = "manifest.json", "logix rows", 1
 _OURS = re.compile(r"\d{4,}(-\d{4,}\.(rows|ids|commits)|\.json)|manifest\.json")
@@ -124,18 +127,18 @@ class RowStore:
         writers = [open_parts(self.path, self.manifest, w) for w in writer_numbers(self.path)]
         writers = [parts for parts in writers if any(len(p) for p in parts)]
         parts = [p for parts in writers for p in parts if len(p)]
-        keep = sum(len(p) for p in parts) * self.type.nbytes <= self.map_bytes
+        self.mapped = sum(len(p) for p in parts) * self.type.nbytes <= self.map_bytes
         for part in parts:
-            part.keep = keep
+            part.keep = self.mapped
         # Stretches of rows: a part, its first row, and one after its last.
-        self._spans = [(p, 0, len(p)) for p in parts]
+        self.spans = [(p, 0, len(p)) for p in parts]
         alone = len(writers) < 2 and self.manifest["duplicates"] != "keep_all"
         if self.policy != "keep_all" and not alone:  # one writer alone has seen to it
             seen: set[Id] = set()
             kept = ((p, stretches(p.ids(0, len(p)), self.policy, seen)) for p in parts)
-            self._spans = [(p, lo, hi) for p, found in kept for lo, hi in found]
+            self.spans = [(p, lo, hi) for p, found in kept for lo, hi in found]
         self._starts = [0]
-        for _, lo, hi in self._spans:
+        for _, lo, hi in self.spans:
             self._starts.append(self._starts[-1] + hi - lo)
         self._index: dict[Id, int] | None = None
 
@@ -143,18 +146,33 @@ class RowStore:
         return self._starts[-1]
 
     @property
+    def grads(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Where the gradient of each layer is in a row: (name, shape, offset).
+
+        Other kinds of logs ("forward", "backward") come after the gradients.
+        """
+        own = [p for p in self.manifest["layout"] if p.get("kind", "grad") == "grad"]
+        return [(p["name"], tuple(p["shape"]), p["offset"]) for p in own]
+
+    @property
+    def width(self) -> int:
+        """How many values of a row are gradients: the first ones."""
+        return sum(math.prod(shape) for _, shape, _ in self.grads)
+
+    @property
     def ids(self) -> list[Id]:
         """Of all rows, in their order."""
-        return self._ids(0, len(self))
+        return self.ids_of(0, len(self))
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
         first = bisect.bisect_right(self._starts, start) - 1
-        for (part, lo, hi), at in zip(self._spans[first:], self._starts[first:]):
+        for (part, lo, hi), at in zip(self.spans[first:], self._starts[first:]):
             if at >= stop or stop <= start:
                 break
             yield part, lo + max(start - at, 0), min(hi, lo + stop - at)
 
-    def _ids(self, start: int, stop: int) -> list[Id]:
+    def ids_of(self, start: int, stop: int) -> list[Id]:
+        """Of these rows."""
         return [i for part, lo, hi in self._pieces(start, stop) for i in part.ids(lo, hi)]
 
     def rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -168,11 +186,15 @@ class RowStore:
             return found[0]
         return np.concatenate(found) if found else np.empty((0, self.type.dim), np.float32)
 
-    def blocks(self, rows: int = 1024) -> Iterator[tuple[list[Id], np.ndarray]]:
-        """All rows, `rows` at a time, with their ids. No more than that is held."""
+    def blocks(self, rows: int | None = None) -> Iterator[tuple[list[Id], np.ndarray]]:
+        """All rows, `rows` at a time, with their ids. No more than that is held.
+
+        By default as many as `block_rows` says.
+        """
+        rows = rows or block_rows(self.type.dim)
         for start in range(0, len(self), rows):
             stop = min(start + rows, len(self))
-            yield self._ids(start, stop), self.rows(start, stop)
+            yield self.ids_of(start, stop), self.rows(start, stop)
 
     def find(self, id: Any) -> int:
         """The number of the first row with this id."""
@@ -184,6 +206,10 @@ class RowStore:
             return self._index[as_id(id)]
         except KeyError:
             raise KeyError(f"no row of {self.path} has the id {id!r}") from None
+
+    def __reduce__(self) -> Any:
+        # Another process opens it for itself.
+        return RowStore, (self.path, self.policy, self.map_bytes)
 
     def verify(self, check: bool = True) -> Report:
         """Compare all of the store with its checksums."""
@@ -204,7 +230,9 @@ class Report:
     damage: list[str] = dataclasses.field(default_factory=list)
 
 
-def verify(path: str | os.PathLike[str], check: bool = True) -> Report:
+def verify(
+    path: str | os.PathLike[str], check: bool = True, show_progress: bool | None = None
+) -> Report:
     """Compare a store with its checksums; with `check=False`, all but the rows and the ids."""
     path = os.fspath(path)
     report = Report(path)
@@ -213,7 +241,7 @@ def verify(path: str | os.PathLike[str], check: bool = True) -> Report:
     except Damaged as error:
         report.damage.append(str(error))
         return report
-    known = {MANIFEST}
+    known, parts = {MANIFEST}, []
     for writer in writer_numbers(path):
         known.add(f"{writer:04d}.json")
         try:
@@ -232,8 +260,9 @@ def verify(path: str | os.PathLike[str], check: bool = True) -> Report:
             report.rows += len(part)
             report.nbytes += sum(part.ends().values())
             report.torn += sum(part.sizes.values()) - sum(part.ends().values())
-            for k in range(len(part.records) if check else 0):
-                _check(part, k, report.damage)
+            parts.append(part)
+    if check:
+        report.damage += _check(parts, show_progress)
     for name in sorted(set(store_files(path)) - known):
         # A part is listed before its first row is written.
         if size := os.path.getsize(os.path.join(path, name)):
@@ -241,10 +270,29 @@ def verify(path: str | os.PathLike[str], check: bool = True) -> Report:
     return report
 
 
-def _check(part: Part, k: int, damage: list[str]) -> None:
+def _check(parts: list[Part], show_progress: bool | None) -> list[str]:
+    """What is wrong with the rows and ids of these parts, in their order."""
+    damage: list[str] = []
+    workers = min(8, os.cpu_count() or 1) if mappable() else 1  # threads need address space
+    total = sum(map(len, parts))
+    for part in progress(parts, total, "verifying", show_progress, lambda part: len(part)):
+        appends = range(len(part.records))
+        # Threads hash at the same time. A piece for each: an append may be a single small row.
+        pieces = [appends[i::workers] for i in range(min(workers, len(appends)))]
+        look = lambda piece, part=part: [(k, d) for k in piece for d in _damage(part, k)]
+        if len(pieces) < 2:
+            damage += [d for k in appends for d in _damage(part, k)]
+            continue
+        with concurrent.futures.ThreadPoolExecutor(len(pieces)) as pool:
+            found = [one for piece in pool.map(look, pieces) for one in piece]
+        damage += [d for _, d in sorted(found)]
+    return damage
+
+
+def _damage(part: Part, k: int) -> Iterator[str]:
     try:
         if found := part.rows_damage(k):
-            damage.append(found)
+            yield found
         part.ids_of(k)
     except Damaged as error:
-        damage.append(str(error))
+        yield str(error)

@@ -1,113 +1,180 @@
-"""Records from a PyTorch model, by hooks that are there only while they are needed.
+"""Records of one batch from a PyTorch model: what each call of a watched module becomes.
 
-A forward hook sees the input of a layer, and puts a hook on its output that sees the gradient. So
-one forward and one backward pass of the user's own loss give, for every watched layer, what its
-per-sample gradients are made of. The gradients of the weights themselves are not needed for that:
-`weights=False` turns them off, which makes the pass cheaper than a training step.
+The user's own forward and backward pass gives, for every call of every watched module, its input
+and the gradient of its output. A rule makes records of them, which are compressed at once: only
+what is small is kept until the block ends. The gradients of the weights themselves are not needed,
+and without them the pass is cheaper than a training step.
+
+Examples are told apart by the first axis. A layer may also get all positions of all examples as
+rows, one example after another, as mixtures of experts do; that is known by their number. Rows in
+another order (tokens picked for an expert) are an error, unless by chance there are as many of them
+as examples or as positions in every batch: then nothing shows that they were picked.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._record import Lookup, Outer, Record, Whole
-from ._layers import own_parameters, rule_for
-
-
-def watched(
-    model: nn.Module, type_filter: Any = None, name_filter: Any = None
-) -> dict[str, nn.Module]:
-    """The layers that have a rule, by name; those of some types, or with a word in their name."""
-    kinds = tuple(type_filter) if type_filter else None
-    words = [name_filter] if isinstance(name_filter, str) else name_filter
-    found = {}
-    for name, module in model.named_modules():
-        if rule_for(module) is None or not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if kinds is not None and not isinstance(module, kinds):
-            continue
-        if words is not None and not any(word in name for word in words):
-            continue
-        found[name] = module
-    return found
+from .._record import Outer, Record, Whole
+from . import _experts, _recompute
+from ._layers import has_channels_first
+from ._parts import Part, together
+from ._passes import Passes
+from ._scale import scales
+from ._units import Unit
+from ._watch import Seen, watching
 
 
 class Capture:
-    """The records of one batch. Filled by the backward pass inside of `with capture.hooks():`."""
+    """The records of one batch of `batch` examples, filled by backward passes inside of `watch`."""
 
-    def __init__(self, layers: dict[str, nn.Module], mask: Tensor | None = None):
-        self.layers, self.mask = layers, mask
-        self._found: dict[str, list[Record]] = {}
+    def __init__(
+        self,
+        units: Mapping[str, Unit],
+        batch: int,
+        mask: Tensor | None = None,
+        compress: Callable[[Record], Record] = lambda record: record,
+    ):
+        if mask is not None and (mask.ndim != 2 or len(mask) != batch):
+            raise ValueError(
+                f"mask has the shape {tuple(mask.shape)}, and there are {batch} ids: it must be "
+                f"({batch}, positions), true where a position counts."
+            )
+        self.units, self.batch, self.compress = units, batch, compress
+        self._passes = Passes(batch, None if mask is None else mask != 0)
+        self._found: dict[tuple[str, str], list[Part]] = {}  # by unit and layer
+        self._scale: Tensor | None = None
 
     @contextlib.contextmanager
-    def hooks(self, model: nn.Module, weights: bool = True) -> Iterator[None]:
-        """Watch the layers of `model`. Afterwards it is as it was, whatever happens in between."""
-        handles = [
-            module.register_forward_hook(self._hook(name)) for name, module in self.layers.items()
-        ]
-        trained = [p for p in model.parameters() if p.requires_grad] if not weights else []
-        for p in trained:
-            p.requires_grad_(False)
-        try:
+    def watch(self) -> Iterator[None]:
+        """See what happens in the units. Afterwards the model is as it was, whatever happens."""
+        modules = {name: unit.module for name, unit in self.units.items()}
+        whole = {name for name, unit in self.units.items() if unit.how == "recomputed"}
+        with watching(modules, self._see, self.batch, whole), scales(self._note_scale), _no_bypass():
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for p in trained:
-                p.requires_grad_(True)
 
-    def _hook(self, name: str) -> Any:
-        def after(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            if not torch.is_grad_enabled():
-                return  # no gradient will come: it is computed again in the backward pass, or never
-            x = inputs[0].detach()
-            if not output.requires_grad:
-                output.requires_grad_()  # the first layer, if its weights have no gradient
+    def _note_scale(self, scale: Tensor) -> None:
+        self._scale = scale
 
-            def seen(g: Tensor) -> None:
-                self._add(name, module, x, g.detach())
+    def _see(self, name: str, seen: Seen) -> None:
+        unit, grads = self.units[name], seen.gradients
+        if self._scale is not None:  # the loss was multiplied by it, to keep float16 in range
+            grads = [g.to(torch.promote_types(g.dtype, torch.float32)) / self._scale for g in grads]
+        try:
+            for layer, record in self._records(unit, seen._replace(gradients=grads)):
+                record = self.compress(dataclasses.replace(record, layer=layer))
+                if seen.borrowed:
+                    record = _kept(record, [*seen.inputs, *grads])
+                part = Part(seen.backward, seen.time, record)
+                self._found.setdefault((name, layer), []).append(part)
+        except (TypeError, RuntimeError, IndexError, ValueError, KeyError) as error:
+            shapes = ", ".join(str(tuple(x.shape)) for x in seen.inputs)
+            raise RuntimeError(
+                f"layer {name!r} ({type(unit.module).__name__}), called with {shapes}: its "
+                f"gradients by example could not be made: {error}. Or leave it out with "
+                "name_filter, or teach it with @logix.torch.rule."
+            ) from error
 
-            output.register_hook(seen)
-
-        return after
-
-    def _add(self, name: str, module: nn.Module, x: Tensor, g: Tensor) -> None:
-        g = self._masked(g)
-        if x.is_floating_point():
-            x = self._masked(x)  # what is not real counts in no covariance
-        if g.dtype in (torch.float16, torch.bfloat16):
-            g = g.float()  # sums over places would lose what they add
-        rule = rule_for(module)
-        assert rule is not None
-        x = x if not x.is_floating_point() else x.to(g.dtype)
-        for parameter, record in own_parameters(module, rule(module, x, g)):
-            layer = name if parameter == "weight" else f"{name}.{parameter}"
-            self._found.setdefault(layer, []).append(record)
-
-    def _masked(self, x: Tensor) -> Tensor:
-        """Zero at the places of (B, T, …) that the mask leaves out."""
-        if self.mask is None or x.ndim < 3 or x.shape[:2] != self.mask.shape:
-            return x
-        return x * self.mask.to(x).reshape(*self.mask.shape, *(1,) * (x.ndim - 2))
+    def _records(self, unit: Unit, seen: Seen) -> Iterator[tuple[str, Record]]:
+        n, masked = self._passes.of(unit, seen)
+        if unit.how == "recomputed":
+            names = list(unit.layers)
+            inputs, grads = seen.inputs, seen.gradients
+            found = _recompute.gradients(unit.module, names, inputs, grads, seen.call, n, masked)
+            for parameter, value in found.items():
+                yield unit.layers[parameter], Whole("", value)
+        elif unit.how == "experts":
+            several = _experts.records(unit.module, seen.inputs, seen.gradients[0], n, masked)
+            for parameter, layer in unit.layers.items():
+                for e, record in enumerate(several[parameter]):
+                    yield f"{layer}.{e}", record
+        else:
+            assert unit.rule is not None
+            found = _by_rule(unit, seen.inputs[0], seen.gradients[0], n, masked)
+            for parameter, layer in unit.layers.items():
+                record = found[parameter]
+                yield layer, Whole("", record) if isinstance(record, Tensor) else record
 
     def records(self) -> list[Record]:
-        """One record for each parameter, in the order of the layers. A layer that was called more
-        than once has all its places in one."""
-        order = [f"{name}{end}" for name in self.layers for end in ("", ".bias")]
-        return [_together(layer, self._found[layer]) for layer in order if layer in self._found]
+        """One for each layer of each unit, in their order; all calls of a unit are in one."""
+        if not self._found:
+            raise RuntimeError(
+                "no gradient came to any watched layer. Call loss.backward() inside of the block, "
+                "and watch(model) the model that the loss is computed with."
+            )
+        names, reached = {name for name, _ in self._found}, {layer for _, layer in self._found}
+        # A module that only holds a parameter which others use is never called.
+        unseen = [
+            unit.name
+            for unit in self.units.values()
+            if unit.name not in names and not set(unit.layers.values()) <= reached
+        ]
+        if unseen:
+            raise RuntimeError(
+                f"no gradient came to {', '.join(unseen[:5])}{' …' if len(unseen) > 5 else ''}: "
+                f"{len(unseen)} of {len(self.units)} watched layers. If the loss does not depend "
+                "on them, leave them out: watch(model, name_filter=[…])."
+            )
+        self._passes.check()
+        order = [(u.name, layer) for u in self.units.values() for layer in u.shapes()]
+        return [together(k[1], self._found[k], self.batch) for k in order if k in self._found]
 
 
-def _together(layer: str, records: list[Any]) -> Record:
-    first = records[0]
-    if isinstance(first, Outer):
-        join = lambda part: torch.cat([getattr(r, part) for r in records], 1)
-        return Outer(layer, join("a"), join("g"))
-    if isinstance(first, Lookup):
-        join = lambda part: torch.cat([getattr(r, part) for r in records], 1)
-        return Lookup(layer, join("i"), join("g"), first.rows)
-    return Whole(layer, sum((r.value for r in records[1:]), first.value))
+def _by_rule(
+    unit: Unit, x: Tensor, g: Tensor, n: int, masked: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    assert unit.rule is not None
+    if len(g) != n:  # positions as rows
+        x, g = (y.reshape(n, -1, *y.shape[1:]) for y in (x, g))
+    if has_channels_first(unit.module):
+        g = masked(g.transpose(1, 2)).transpose(1, 2) if g.ndim == 3 else g
+    else:
+        g = masked(g)
+    found = dict(unit.rule(unit.module, x, g))
+    for parameter in unit.layers:
+        if parameter not in found:
+            known = ", ".join(found) or "nothing"
+            raise KeyError(f"its rule gives {known}, and nothing for the parameter {parameter!r}")
+        record = found[parameter]
+        if isinstance(record, Outer):  # inputs of positions that don't count are in no covariance
+            side = lambda y: y if y.data_ptr() == g.data_ptr() else masked(y)
+            found[parameter] = dataclasses.replace(record, a=side(record.a), g=side(record.g))
+    return found
+
+
+def _kept(record: Record, borrowed: list[Tensor]) -> Record:
+    """The record with copies of what is not its own."""
+    theirs = {x.untyped_storage().data_ptr() for x in borrowed}
+    tensors = {k: v for k, v in vars(record).items() if isinstance(v, Tensor)}
+    copies = {k: v.clone() for k, v in tensors.items() if v.untyped_storage().data_ptr() in theirs}
+    return dataclasses.replace(record, **copies) if copies else record
+
+
+@contextlib.contextmanager
+def _no_bypass() -> Iterator[None]:
+    """PyTorch's encoder layers have a path that calls no module, for when nothing is trained."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def without_weight_gradients(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """No parameter has a gradient inside; afterwards all flags are as they were."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield trained
+    finally:
+        for p in trained:
+            p.requires_grad_(True)

@@ -4,37 +4,93 @@ A rule takes the module, its input and the gradient of its output, both with the
 gives the records of its parameters. Names are those of the parameters: `weight`, `bias`.
 
     rule : (module, x, g) -> {parameter name: record}
+
+Types of packages that may not be there are named by text, "package.module.Type".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from .._record import Lookup, Outer, Record, Whole
+from ._watch import own_type
 
-Records = dict[str, Record]
+Records = dict[str, Record] | dict[str, Any]
 Rule = Callable[[Any, Tensor, Tensor], Records]
-RULES: dict[type, Rule] = {}
+RULES: dict[type | str, Rule] = {}
 
 
-def rule(*kinds: type) -> Callable[[Rule], Rule]:
+def rule(*kinds: type | str) -> Callable[[Rule], Rule]:
+    """Teaches logix a type of module: from a call's input and gradient to those of the parameters.
+
+    >>> import torch, logix.torch
+    >>> class Scale(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.by = torch.nn.Parameter(torch.ones(3))
+    ...
+    ...     def forward(self, x):
+    ...         return self.by * x
+    >>> @logix.torch.rule(Scale)
+    ... def scale(module, x, g):
+    ...     return {"by": (g * x).reshape(len(x), -1, 3).sum(1)}
+
+    Arguments:
+
+    - `kinds`: types, or their full names ("package.module.Type", with `*` for any part). A type
+      derived from one of them has the same rule, unless it has a `forward` of its own.
+
+    The rule is called with the module, its (first) input and the gradient of its (first) output,
+    both with the examples in front. It gives, by the name of each parameter, a tensor with the
+    gradient of each example, (examples, …); or `logix.torch.Outer("", a, g)` for a matrix that is
+    applied to `a` (examples, places, in), whose output has the gradients `g` (examples, places,
+    out): that is compressed without ever being multiplied out. A module without a rule is computed
+    again for each example, which is slower.
+    """
+
     def register(fun: Rule) -> Rule:
         for kind in kinds:
+            if not isinstance(kind, str) and not (
+                isinstance(kind, type) and issubclass(kind, nn.Module)
+            ):
+                raise TypeError(f"rule({kind!r}): a type of modules or its full name is needed")
             RULES[kind] = fun
         return fun
 
+    if not kinds:
+        raise TypeError("rule() is for no type. Write @rule(MyLayer) above the function.")
     return register
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """The rule of a module's own type or of the nearest type it is derived from."""
-    return next((RULES[kind] for kind in type(module).__mro__ if kind in RULES), None)
+    """The rule of a module's own type or of the nearest type it is derived from, if that knows it.
+
+    It does not if the module computes something else (a `forward` of its own) or if it has
+    parameters that the types below know nothing of.
+    """
+    own = own_type(module)
+    for kind in own.__mro__:
+        found = RULES.get(kind) or _by_name(f"{kind.__module__}.{kind.__qualname__}")
+        if found is not None:
+            extra = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
+            ours = found.__module__ == __name__
+            same = own.forward is kind.forward and not {"forward", "logix_forward"} & {*vars(module)}
+            return found if same and not (ours and extra) else None
+    return None
+
+
+def _by_name(name: str) -> Rule | None:
+    texts = [kind for kind in RULES if isinstance(kind, str)]
+    return next((RULES[text] for text in reversed(texts) if fnmatchcase(name, text)), None)
 
 
 def places(x: Tensor) -> Tensor:
@@ -42,33 +98,60 @@ def places(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
+def has_channels_first(module: nn.Module) -> bool:
+    """Whether the second axis is not that of positions."""
+    return isinstance(module, _ConvNd | nn.GroupNorm | _NormBase)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least: what is summed or normalised in bfloat16 would be rounded."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def total(x: Tensor, axis: int = 1) -> Tensor:
+    return x.sum(axis, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 @rule(nn.Linear)
 def _linear(module: nn.Linear, x: Tensor, g: Tensor) -> Records:
     g = places(g)
-    return {"weight": Outer("weight", places(x), g), "bias": Whole("bias", g.sum(1))}
+    return {"weight": Outer("", places(x), g), "bias": Whole("", total(g))}
+
+
+@rule("transformers.pytorch_utils.Conv1D")
+def _transposed_linear(module: Any, x: Tensor, g: Tensor) -> Records:
+    g = places(g)  # the weight is (in, out), and so is its gradient
+    return {"weight": Outer("", g, places(x)), "bias": Whole("", total(g))}
 
 
 @rule(nn.Embedding)
 def _embedding(module: nn.Embedding, x: Tensor, g: Tensor) -> Records:
-    ids, g = x.reshape(len(x), -1), places(g)
+    if module.scale_grad_by_freq:
+        raise ValueError("scale_grad_by_freq divides by what all examples of a batch have in common")
+    g = places(g)
+    ids = x.reshape(-1, g.shape[1]).expand(len(g), -1)  # the same for all, or those of each
     if module.padding_idx is not None:
         g = g * (ids != module.padding_idx).unsqueeze(-1)  # that row is not trained
-    return {"weight": Lookup("weight", ids, g, module.num_embeddings)}
+    return {"weight": Lookup("", ids, g, module.num_embeddings)}
+
+
+@rule("transformers.models.*ScaledWordEmbedding")
+def _scaled_embedding(module: Any, x: Tensor, g: Tensor) -> Records:
+    scale = torch.as_tensor(module.embed_scale, dtype=module.weight.dtype, device=g.device)
+    return _embedding(module, x, g * scale)
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def _conv(module: Any, x: Tensor, g: Tensor) -> Records:
     a, g = _patches(module, x), g.flatten(2).transpose(1, 2)  # (B, T, C·k), (B, T, O)
-    bias = {"bias": Whole("bias", g.sum(1))}
+    bias = {"bias": Whole("", total(g))}
     if module.groups == 1:
-        return {"weight": Outer("weight", a, g), **bias}
+        return {"weight": Outer("", a, g), **bias}
     # A group of outputs sees only its own inputs: the weight is (O, C / groups, k …).
     n = module.groups
-    size = math.prod(module.weight.shape[1:])
-    a = a.reshape(*a.shape[:2], n, size)
-    g = g.reshape(*g.shape[:2], n, -1)
+    a, g = (wide(y).reshape(*y.shape[:2], n, -1) for y in (a, g))
     grad = torch.einsum("btno,btni->bnoi", g, a).reshape(len(g), *module.weight.shape)
-    return {"weight": Whole("weight", grad), **bias}
+    return {"weight": Whole("", grad), **bias}
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:
@@ -92,33 +175,40 @@ def _patches(module: Any, x: Tensor) -> Tensor:
 
 @rule(nn.LayerNorm)
 def _layer_norm(module: nn.LayerNorm, x: Tensor, g: Tensor) -> Records:
-    normal = F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    normal = F.layer_norm(wide(x), module.normalized_shape, eps=module.eps)
     return _scale_and_shift(normal, g, len(module.normalized_shape))
 
 
 @rule(nn.RMSNorm)
 def _rms_norm(module: nn.RMSNorm, x: Tensor, g: Tensor) -> Records:
-    normal = F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+    normal = F.rms_norm(wide(x), module.normalized_shape, eps=eps)
     return _scale_and_shift(normal, g, len(module.normalized_shape))
 
 
 @rule(nn.GroupNorm)
 def _group_norm(module: nn.GroupNorm, x: Tensor, g: Tensor) -> Records:
-    normal = F.group_norm(x, module.num_groups, eps=module.eps)
-    sum_of = lambda y: y.flatten(2).sum(2)
-    return {"weight": Whole("weight", sum_of(g * normal)), "bias": Whole("bias", sum_of(g))}
+    normal = F.group_norm(wide(x), module.num_groups, eps=module.eps)
+    sum_of = lambda y: total(y.flatten(2), 2)
+    return {"weight": Whole("", sum_of(g * normal)), "bias": Whole("", sum_of(g))}
+
+
+@rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+def _batch_norm(module: Any, x: Tensor, g: Tensor) -> Records:
+    if module.training or module.running_mean is None:
+        raise ValueError(
+            f"{type(module).__name__} in training mode normalises over the batch, so no example has "
+            "a gradient of its own. Call model.eval() before logging."
+        )
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    spread = (module.running_var + module.eps).rsqrt()
+    normal = (wide(x) - module.running_mean.view(shape)) * spread.view(shape)
+    sum_of = lambda y: total(y.reshape(*y.shape[:2], -1), 2)
+    return {"weight": Whole("", sum_of(g * normal)), "bias": Whole("", sum_of(g))}
 
 
 def _scale_and_shift(normal: Tensor, g: Tensor, dims: int) -> Records:
     def summed(y: Tensor) -> Tensor:
-        shape = y.shape[y.ndim - dims :]
-        return y.reshape(len(y), -1, *shape).sum(1)
+        return total(y.reshape(len(y), -1, *y.shape[y.ndim - dims :]))
 
-    return {"weight": Whole("weight", summed(g * normal)), "bias": Whole("bias", summed(g))}
-
-
-def own_parameters(module: nn.Module, records: Records) -> Iterator[tuple[str, Record]]:
-    """The records of parameters that the module really has."""
-    for name, record in records.items():
-        if getattr(module, name, None) is not None:
-            yield name, record
+    return {"weight": Whole("", summed(g * normal)), "bias": Whole("", summed(g))}
