@@ -57,28 +57,35 @@ class Variant:
 
     def __init__(self, model: nn.Module, loss: Callable, batches: int, words: dict, **how: Any):
         self.model, self.loss, self.batches, self.words = model, loss, batches, words
-        self.how, self.root = how, tempfile.mkdtemp(dir=how.pop("dir", None))
+        self.how, self.root, self.count = how, tempfile.mkdtemp(dir=how.pop("dir", None)), 0
 
     def begin(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             config = {"root_dir": self.root, "logging": self.how.get("logging", {})}
-            run = logix.LogIX("run", config, overwrite=True)
+            self.count += 1
+            run = logix.LogIX(f"run-{self.count}", config)
             run.watch(self.model, type_filter=self.how.get("type_filter"))
             if "rank" in self.how:
                 run.add_lora(rank=self.how["rank"])
                 run.compression = self.how.setdefault("projector", run.compression)
         run.setup(self.words)
         self.run = run
+        self.log(-1)  # makes the store
+        run.flush()
+
+    def log(self, k: int) -> None:
+        n = self.how["examples"]
+        with self.run(data_id=list(range(k * n, (k + 1) * n))):
+            self.loss()
 
     def __call__(self) -> None:
-        n = self.how["examples"]
         for k in range(self.batches):
-            with self.run(data_id=list(range(k * n, (k + 1) * n))):
-                self.loss()
+            self.log(k)
         self.run.flush()
 
     def end(self) -> None:
         self.run.close()
+        shutil.rmtree(self.run.path, ignore_errors=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.root)

@@ -57,9 +57,11 @@ def test_code_in_pages_runs(page, tmp_path, monkeypatch):
     names: dict = {"__name__": "__main__"}
     found = blocks(page)
     assert found, f"{page.name} has no example at all"
-    if any("import torch" in block.text for block in found):
+    if page.name == "logix.md":
         pytest.importorskip("torch")
     for block in found:
+        if "import torch" in block.text and importlib.util.find_spec("torch") is None:
+            continue  # stands by itself
         if ">>>" in block.text:
             run_doctest(block, page, names)
         else:

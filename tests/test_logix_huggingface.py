@@ -568,7 +568,7 @@ def test_small_batches_of_queries_are_scored_together_or_apart(trainer_of, monke
     trainer = trainer_of(llama(), train, logix=dict(type_filter="lin", log_batch_size=2))
     trainer.extract_log()
     together = trainer.influence(), trainer.influence(top_k=3)
-    monkeypatch.setattr("logix._extraction.QUERY_BYTES", 0)
+    monkeypatch.setattr("logix.integrations._extraction.QUERY_BYTES", 0)
     for one, other in zip(together, (trainer.influence(), trainer.influence(top_k=3))):
         np.testing.assert_allclose(one["influence"], other["influence"], rtol=1e-5, atol=1e-6)
         assert one["tgt_ids"] == other["tgt_ids"]
@@ -669,7 +669,7 @@ def test_a_trainer_without_arguments_is_an_error():
 
 
 def test_several_processes_divide_the_data_and_nothing_comes_twice():
-    from logix._examples import Collate, loader_of
+    from logix.integrations._examples import Collate, loader_of
 
     args = LogIXArguments("project", data_id="index")
     collate = Collate(args, lambda examples: examples, None)

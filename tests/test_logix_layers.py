@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 from torch_oracle import assert_same, assert_untouched, captured, looped  # noqa: E402
 
 # The first is of torch.compile, whenever a program has an autograd function in it.

@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 tf = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from torch_oracle import assert_same, assert_untouched, captured, looped  # noqa: E402
 
 from logix.torch import _recompute  # noqa: E402
 from logix.torch._coverage import coverage  # noqa: E402
 from logix.torch._units import units  # noqa: E402
+from torch_oracle import assert_same, assert_untouched, captured, looped  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 B, T, V = 3, 6, 31
@@ -84,7 +84,9 @@ def batch_for(kind, padded=False):
 def loss_of(model, batch):
     logits = model(**batch).logits
     if "input_ids" not in batch or "decoder_input_ids" in batch:
-        return (torch.sin(logits) * torch.linspace(1, 2, logits[0].numel()).view_as(logits[0])).sum()
+        return (
+            torch.sin(logits) * torch.linspace(1, 2, logits[0].numel()).view_as(logits[0])
+        ).sum()
     logits = logits[:, -T:]  # after the positions of a prompt
     each = F.cross_entropy(logits[:, :-1].mT, batch["input_ids"][:, 1:], reduction="none")
     return (each * batch.get("attention_mask", torch.ones(B, T))[: len(each), 1:]).sum()
@@ -94,7 +96,9 @@ def assert_captured(model, batch, run=None, **how):
     want = looped(model, batch, loss_of)
     assert not coverage(model, units(model)).missing
     for weights in (True, False):
-        assert_same(captured(model if run is None else run, batch, loss_of, weights, **how), want, rtol=3e-4)
+        assert_same(
+            captured(model if run is None else run, batch, loss_of, weights, **how), want, rtol=3e-4
+        )
         model.zero_grad()
     assert_untouched(model)
 
@@ -122,6 +126,20 @@ def test_a_compiled_model_has_one_graph(kind):
         model.config._experts_implementation = "batched_mm"
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_captured(model, batch_for(kind), run=compiled)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "gpt-oss"])
+def test_gradient_checkpointing(kind):
+    model, batch = made(kind), batch_for(kind)
+    model.config.use_cache = False
+    want = looped(model, batch, loss_of)
+    model.gradient_checkpointing_enable()
+    for module in model.train().modules():  # with nothing random
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for weights in (True, False):
+        assert_same(captured(model, batch, loss_of, weights), want, rtol=3e-4)
 
 
 @pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])

@@ -73,6 +73,50 @@ def alone(root, statistic, lora):
 def test_two_processes_log_what_one_does(tmp_path, kind, statistic, lora, weight_grads):
     said = launched(tmp_path, kind, statistic, lora, str(weight_grads))
     assert sum("watching" in text for text in said) == 1  # only the first one speaks
+    check(tmp_path, statistic, lora)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "lora", "share"),
+    [
+        ("kfac", "none", "uneven"),
+        ("ekfac", "none", "idle1"),
+        ("kfac", "pca", "idle0"),
+    ],
+)
+def test_processes_need_not_have_as_many_batches(tmp_path, statistic, lora, share):
+    launched(tmp_path, "none", statistic, lora, "False", share)
+    check(tmp_path, statistic, lora)
+
+
+def test_processes_go_on_after_a_crash(tmp_path):
+    launched(tmp_path, "none", "kfac", "none", "False", "half", "begin")
+    begun = logix.LogIX("run", {"root_dir": str(tmp_path)}).store().ids
+    assert len(begun) == 3 * rank_worker.B
+    launched(tmp_path, "none", "kfac", "none", "False", "idle1", "resume")  # others have them now
+    check(tmp_path, "kfac", "none")
+
+
+def test_processes_replace_a_run_together(tmp_path):
+    launched(tmp_path, "none", "raw", "none", "False", "idle0")
+    launched(tmp_path, "none", "kfac", "random", "False", "half", "overwrite")
+    check(tmp_path, "kfac", "random")
+
+
+def test_no_process_is_left_alone_with_an_error(tmp_path):
+    said = launched(tmp_path, "none", "kfac", "none", "False", "half", "fail")
+    told = [[line for line in text.splitlines() if "told:" in line] for text in said]
+    assert [len(lines) for lines in told] == [2, 2]
+    assert "process 1 could not save: ValueError: the row of 101" in told[0][0]
+    assert "the row of 101 has values that are not finite" in told[1][0]
+    assert "have NaN or infinity" in told[0][1]
+    assert "process 0 could not save: ValueError" in told[1][1]
+    ids = logix.LogIX("run", {"root_dir": str(tmp_path)}).store().ids
+    assert sorted(ids) == [*range(rank_worker.N), 100]
+
+
+def check(tmp_path, statistic, lora):
+    """Rows, statistics and scores are those of one process."""
     want = alone(tmp_path, statistic, lora)
     run = logix.LogIX("run", {"root_dir": str(tmp_path)})
     run.initialize_from_log()

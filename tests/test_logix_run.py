@@ -169,8 +169,19 @@ def test_overwriting_leaves_no_old_statistics(tmp_path, problem):
     logged(make(tmp_path, model, {"save": "grad"}, overwrite=True), model, x[:6], y[:6])
     later = logix.LogIX("run", {"root_dir": str(tmp_path)})
     assert later.store().ids == list(range(6))
+    later.initialize_from_log()
+    assert later.statistics == {}
+
+
+def test_overwriting_leaves_no_old_rows(tmp_path, problem):
+    model, x, y = problem
+    logged(make(tmp_path, model, {"save": "grad", "statistic": "kfac"}), model, x, y)
+    logged(make(tmp_path, model, {"statistic": "raw"}, overwrite=True), model, x, y)
+    later = logix.LogIX("run", {"root_dir": str(tmp_path)})
     with pytest.raises(FileNotFoundError):
-        later.initialize_from_log()
+        later.store()
+    later.initialize_from_log()
+    assert "raw" in later.statistics["0"]
 
 
 def test_an_exception_loses_nothing_and_leaves_the_run_usable(tmp_path, problem):
@@ -301,3 +312,352 @@ def test_scheduler_makes_the_passes(tmp_path, problem, lora, hessian):
         _, layers = query_log(later, model, x, y)
         rows = np.concatenate([kinds["grad"].reshape(N, -1) for kinds in layers.values()], 1)
         np.testing.assert_allclose(rows, run.store().rows(), rtol=1e-3, atol=1e-5)
+
+
+# --- the calls, as scripts write them ------------------------------------------------------------
+
+
+def test_the_module_is_the_run(tmp_path, problem):
+    model, x, y = problem
+    logix.init("before", {"root_dir": str(tmp_path)})
+    run = logix.init(project="run", config={"root_dir": str(tmp_path)})
+    logix.setup({"log": "grad", "save": "grad", "statistic": "kfac"})
+    logix.watch(model)
+    with logix(data_id=list(range(6)), mask=None):
+        loss_of(model, x[:6], y[:6]).backward()
+    logix.start(data_id=list(range(6, 12)), mask=None)
+    loss_of(model, x[6:12], y[6:12]).backward()
+    logix.end()
+    with logix.log(list(range(12, 18))):
+        loss_of(model, x[12:18], y[12:18]).backward()
+    logix.finalize()
+    assert run.path == str(tmp_path / "run")
+    assert run.store().ids == list(range(18))
+    assert len(logix.build_log_dataset()) == 18
+    assert [len(ids) for ids, _ in logix.build_log_dataloader()] == [16, 2]
+    logix.eval()
+    with logix(data_id=["q"]):
+        loss_of(model, x[:1], y[:1]).backward()
+    log = logix.get_log(copy=True)
+    assert run.store().ids == list(range(18))
+    for kind in ("auto", "kfac"):
+        scores = logix.compute_influence_all(log, logix.build_log_dataloader(), hessian=kind)
+        same = logix.influence.compute_influence_all(log, hessian=kind, save=True)
+        np.testing.assert_allclose(scores["influence"], same["influence"], rtol=1e-4)
+        assert (scores["src_ids"], scores["tgt_ids"]) == (["q"], list(range(18)))
+    assert len(logix.get_influence_scores()) == 2
+    pair = run.compute_influence(log, log, mode="cosine", influence_groups=["0", "2"])
+    assert set(pair["influence"]) >= {"0", "2"}
+    np.testing.assert_allclose(pair["influence"]["2"], [[1.0]], rtol=1e-4)
+    own = run.compute_self_influence(log)["influence"]
+    np.testing.assert_allclose(own, run.influence.compute_self_influence(log)["influence"])
+    later = logix.init("run", {"root_dir": str(tmp_path)})
+    logix.initialize_from_log(state_path=str(tmp_path / "run"), lora_path=str(tmp_path / "run"))
+    assert set(later.statistics) == set(run.statistics)
+    logix.clear()
+    assert later.statistics == {}
+    assert later.get_log() == ([], {})
+    with pytest.raises(AttributeError, match="'wacth'"):
+        logix.wacth(model)
+
+
+def test_what_is_saved_can_be_said_for_a_batch(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"log": "grad"})
+
+    def one(i, **how):
+        with run(data_id=[i], **how):
+            loss_of(model, x[:1], y[:1]).backward()
+
+    one(0)
+    one(1, save=True)
+    run.save()
+    one(2)
+    one(3, save=False)
+    run.start([4])
+    loss_of(model, x[:1], y[:1]).backward()
+    run.end(save=False)
+    run.save(enable=False)
+    run.start([5], save=False)
+    loss_of(model, x[:1], y[:1]).backward()
+    run.end(save=True)
+    run.save(True)
+    run.eval()
+    one(6)
+    one(7, save=True)  # asked for, so it is not dropped
+    run.save()
+    one(8)
+    run.eval()
+    run.setup({"save": "grad"})
+    one(9)
+    run.finalize()
+    assert run.store().ids == [1, 2, 5, 7, 8, 9]
+    with pytest.raises(RuntimeError, match="start"):
+        run.end()
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [
+        (["a", 3], ["a", 3]),
+        ((1, 2), [1, 2]),
+        (torch.tensor([4, 5]), [4, 5]),
+        (np.array([6, 7], np.uint8), [6, 7]),
+        ([np.int64(8), torch.tensor(9)], [8, 9]),
+        (np.array(["b", "c"]), ["b", "c"]),
+    ],
+)
+def test_ids_as_they_are_given(tmp_path, problem, given, ids):
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad"})
+    with run(given):
+        loss_of(model, x[:2], y[:2]).backward()
+    run.finalize()
+    assert run.store().ids == run.get_log()[0] == ids
+    assert all(type(i) in (int, str) for i in run.store().ids)
+
+
+def test_ids_of_all_parts_of_a_batch(tmp_path, problem):
+    model, x, y = problem
+    ids = []
+    for batch in ((x[:3], y[:3]), [x[:3], y[:3]], {"x": x[:3], "y": y[:3]}, x[:3]):
+        run = logix.LogIX("run", {"root_dir": str(tmp_path)})
+        run.watch(model)
+        with run(batch):
+            loss_of(model, x[:3], y[:3]).backward()
+        ids.append(run.get_log()[0])
+        assert len(set(ids[-1])) == 3
+        number = logix.utils.DataIDGenerator(mode="index")
+        assert (number(batch), number(batch)) == ([0, 1, 2], [3, 4, 5])
+        assert logix.utils.DataIDGenerator()(batch) == ids[-1]
+    assert ids[0] == ids[1]
+    with pytest.raises(TypeError, match="give a list"):
+        run("abc").__enter__()
+
+
+def test_logs_are_put_together(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"log": "grad"})
+    logs = []
+    for i in range(0, N, B):
+        with run(list(range(i, i + B))):
+            loss_of(model, x[i : i + B], y[i : i + B]).backward()
+        logs.append(run.get_log())
+    ids, layers = logix.utils.merge_logs(logs)
+    rows = torch.cat([kinds["grad"].reshape(N, -1) for kinds in layers.values()], 1)
+    assert ids == list(range(N))
+    np.testing.assert_allclose(rows, rows_by_loop(model, x, y), rtol=1e-4, atol=1e-6)
+
+
+# --- compression ---------------------------------------------------------------------------------
+
+
+def shapes_after(run, model, x, y):
+    with run(data_id=[0]):
+        loss_of(model, x[:1], y[:1]).backward()
+    return {name: tuple(kinds["grad"].shape[1:]) for name, kinds in run.get_log()[1].items()}
+
+
+def test_every_argument_of_add_lora(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"log": "grad"})
+    small = lambda r: {"0": (r, r), "0.bias": (min(8, r * r),), "2": (r, r), "2.bias": (3,)}
+    run.add_lora(lora_config=logix.LoRAConfig(init="random", rank=2))
+    assert shapes_after(run, model, x, y) == small(2)
+    run.add_lora(lora_config={"rank": 3, "init": "sparse"})
+    assert shapes_after(run, model, x, y) == small(3)
+    run.add_lora(watch=True, clear=True, name_filter=["2"], rank=2)
+    assert set(shapes_after(run, model, x, y)) == {"2", "2.bias"}
+    run.watch(model)
+    run.add_lora(watch=False, name_filter=["2"], rank=2)
+    assert set(shapes_after(run, model, x, y)) == set(small(2))
+    run.add_lora(type_filter=[nn.Linear])
+    assert shapes_after(run, model, x, y)["0"] == (8, 5)  # rank 64 is more than they have
+    for wrong, message in (
+        (dict(lora_config={"rnak": 3}), r"does not know \['rnak'\]. Known are: init, rank"),
+        (dict(init="pcaa"), "'pcaa' is not one of random, pca, sparse"),
+        (dict(init="pca"), "needs covariances"),
+        (dict(lora_config=dict(init="pca", parameter_sharing=True)), "shared projections"),
+        (dict(rank=0), "rank=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run.add_lora(**wrong)
+    with pytest.raises(FileNotFoundError, match="no compression at"):
+        run.add_lora(lora_path=str(tmp_path / "nothing"))
+
+
+def test_pca_is_of_the_pass_before_and_comes_back_from_its_path(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"statistic": "kfac"})
+    logged(run, model, x, y)
+    left = np.asarray(run.statistics["0"]["left"])
+    run.add_lora(lora_config=logix.LoRAConfig(init="pca", rank=2))
+    assert run.statistics == {}
+    run.setup({"log": "grad", "save": "grad"})
+    logged(run, model, x, y)
+    best = np.linalg.eigh(left)[1][:, -2:]
+    used = np.asarray(run.compression.matrix("0", "left", 8))
+    np.testing.assert_allclose(np.abs(best.T @ used), np.eye(2), atol=1e-4)
+    other = logix.LogIX("other", {"root_dir": str(tmp_path)})
+    other.watch(model)
+    other.add_lora(lora_path=str(tmp_path / "run"))
+    _, layers = query_log(other, model, x, y)
+    rows = np.concatenate([kinds["grad"].reshape(N, -1) for kinds in layers.values()], 1)
+    np.testing.assert_allclose(rows, run.store().rows(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "same"),
+    [(None, "abcd"), (["enc", "dec"], "ab cd"), (["dec"], "a b cd")],
+)
+def test_layers_of_one_size_share_their_projections(groups, same):
+    names = dict(a="enc.0", b="enc.1", c="dec.0", d="dec.1")
+    model = nn.ModuleDict(
+        {k: nn.ModuleList([nn.Linear(6, 6) for _ in "01"]) for k in ("enc", "dec")}
+    )
+    run = logix.LogIX("run")
+    run.watch(model)
+    config = dict(rank=3, parameter_sharing=True, parameter_sharing_groups=groups)
+    run.add_lora(lora_config=config)
+    from logix._record import Outer
+
+    side = torch.randn(1, 1, 6)
+    rows = {k: run.compression.record(Outer(n, side, side)).a for k, n in names.items()}
+    for one in names:
+        for two in names:
+            shared = any(one in group and two in group for group in same.split())
+            assert torch.equal(rows[one], rows[two]) == shared, (one, two)
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def test_configuration_from_a_file(tmp_path, problem):
+    model, x, y = problem
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"root_dir: {tmp_path}\n"
+        "logging:\n  flush_threshold: 1000\n  num_workers: 0\n  cpu_offload: true\n"
+        "  log_dtype: float16\n"
+        "lora:\n  init: random\n  rank: 2\n  parameter_sharing: false\n"
+        "  parameter_sharing_groups:\n"
+    )
+    run = logix.LogIX("run", config=str(path))
+    run.setup({"save": "grad"})
+    run.watch(model)
+    run.add_lora()
+    logged(run, model, x, y)
+    assert run.store().manifest["dtype"] == "float16"
+    assert run.store().rows().shape == (N, 2 * 2 + 4 + 2 * 2 + 3)
+    assert (run.path, run.config.logging.waiting) == (str(tmp_path / "run"), 1000)
+    other = logix.LogIX("run", config=path, logging_config={"log_dtype": "int8"})
+    assert (other.config.logging.log_dtype, other.config.lora.rank) == ("int8", 2)
+    assert other.config.logging.num_workers == 1
+    assert logix.LogIX("run", logging_config={"num_workers": 0}).config.root_dir == "./logix"
+    assert logix.LogIX("run", {"root_dir": tmp_path}).path == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (
+            {"rootdir": "."},
+            ValueError,
+            r"does not know \['rootdir'\]. Known are: root_dir, logging",
+        ),
+        ({"logging": {"dtype": "int8"}}, ValueError, "Known are: flush_threshold, num_workers"),
+        ({"logging": {"log_dtype": "int4"}}, ValueError, "not one of none, float32, float16"),
+        ({"logging": {"flush_threshold": "1GB"}}, TypeError, "flush_threshold='1GB' should be"),
+        ({"logging": 3}, TypeError, "logging is a dict of settings, not 3"),
+        ({"lora": {"rank": True}}, TypeError, "rank=True should be of the type int"),
+        ({"lora": {"init": "pcaa"}}, ValueError, "is not one of random, pca, sparse"),
+        (3, TypeError, "a dict or the path of a YAML file, not int"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(config, error, message):
+    with pytest.raises(error, match=message):
+        logix.LogIX("run", config)
+
+
+# --- with training -------------------------------------------------------------------------------
+
+
+def test_extraction_leaves_no_gradients_and_a_lost_step_is_told(tmp_path, problem):
+    model, x, y = problem
+    model[0].bias.requires_grad_(False)
+    flags = [p.requires_grad for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    run = make(tmp_path, model, {"log": "grad"})
+
+    def extract():
+        with run(data_id=[0, 1]):
+            loss_of(model, x[:2], y[:2]).backward()
+        assert [p.requires_grad for p in model.parameters()] == flags
+        assert all(p.grad is None for p in model.parameters())
+
+    extract()
+    other.step()  # has nothing to do with it
+    with pytest.raises(RuntimeError, match="weight_grads=True"):
+        optimizer.step()
+    optimizer.step()  # told once
+    extract()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    before = [p.clone() for p in model.parameters()]
+    optimizer.step(closure)
+    changed = [not torch.equal(p, q) for p, q in zip(before, model.parameters())]
+    assert changed == flags
+    optimizer.zero_grad()
+    extract()
+    loss_of(model, x, y).backward()  # training goes on
+    optimizer.step()
+
+
+def test_gradients_for_training_are_the_plain_ones(tmp_path, problem):
+    """Of several blocks, too, whose gradients are accumulated."""
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad"})
+    plain = []
+    for i in range(0, N, B):
+        loss_of(model, x[i : i + B], y[i : i + B]).backward()
+        plain.append([p.grad.clone() for p in model.parameters()])
+    model.zero_grad()
+    for k, i in enumerate(range(0, N, B)):
+        with run(data_id=list(range(i, i + B)), weight_grads=True):
+            loss_of(model, x[i : i + B], y[i : i + B]).backward()
+        for p, want in zip(model.parameters(), plain[k]):
+            assert torch.equal(p.grad, want)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    run.finalize()
+    assert run.store().ids == list(range(N))
+
+
+@pytest.mark.parametrize("weight_grads", [False, True])
+def test_two_runs_at_once(tmp_path, problem, weight_grads):
+    model, x, y = problem
+    runs = [logix.LogIX(name, {"root_dir": str(tmp_path)}) for name in "ab"]
+    for run in runs:
+        run.setup({"save": "grad"})
+        run.watch(model)
+    runs[1].add_lora(rank=2)
+    for i in range(0, N, B):
+        ids = list(range(i, i + B))
+        with runs[0](ids, weight_grads=weight_grads), runs[1](ids, weight_grads=weight_grads):
+            loss_of(model, x[i : i + B], y[i : i + B]).backward()
+    alone = logix.LogIX("alone", {"root_dir": str(tmp_path)})
+    alone.setup({"save": "grad"})
+    alone.watch(model)
+    alone.add_lora(rank=2)
+    logged(alone, model, x, y)
+    for run, want in zip(runs, (rows_by_loop(model, x, y), alone.store().rows())):
+        run.finalize()
+        assert run.store().ids == list(range(N))
+        np.testing.assert_allclose(run.store().rows(), want, rtol=1e-4, atol=1e-6)
+    assert all(p.requires_grad for p in model.parameters())
+    assert all((p.grad is None) != weight_grads for p in model.parameters())

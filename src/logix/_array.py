@@ -17,19 +17,25 @@ import numpy as np
 Array = Any
 
 
+_namespaces: dict[type, Any] = {}
+
+
 def namespace(x: Array) -> Any:
     """The functions for arrays like `x`: numpy, torch or jax.numpy."""
+    kind = type(x)
+    if kind not in _namespaces:
+        _namespaces[kind] = _namespace(x)
+    return _namespaces[kind]
+
+
+def _namespace(x: Array) -> Any:
     kind = type(x).__module__.split(".")[0]
-    if kind == "torch" or _is_tensor(x):
-        return sys.modules["torch"]
+    torch = sys.modules.get("torch")  # a subclass of a tensor may come from any module
+    if kind == "torch" or isinstance(x, getattr(torch, "Tensor", ())):
+        return torch
     if kind in ("jax", "jaxlib"):
         return sys.modules["jax.numpy"]
     return np
-
-
-def _is_tensor(x: Array) -> bool:
-    torch = sys.modules.get("torch")  # a subclass of a tensor may come from any module
-    return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
 
 
 def to_numpy(x: Array) -> np.ndarray:
@@ -63,8 +69,8 @@ def placed(
 ) -> Array:
     """`like(make(), other)`, kept in `cache` for the next array at the same place."""
     xp = namespace(other)
-    device = str(other.device) if xp.__name__ == "torch" else ""
-    spot = (key, xp.__name__, device, str(other.dtype) if cast else "")
+    device = other.device if xp.__name__ == "torch" else None
+    spot = (key, xp.__name__, device, other.dtype if cast else None)
     if spot not in cache:
         made = like(make(), other, cast)
         if is_traced(made):
@@ -83,8 +89,8 @@ def as_float(x: Array) -> Array:
     """At least float32: sums of float16 and bfloat16 would lose what they add."""
     xp = namespace(x)
     if xp.__name__ == "torch":
-        return x if x.dtype == xp.float64 else x.to(xp.float32)
-    return x if x.dtype == np.float64 else x.astype(np.float32)
+        return x if x.dtype in (xp.float32, xp.float64) else x.to(xp.float32)
+    return x if x.dtype in (np.float32, np.float64) else x.astype(np.float32)
 
 
 def as_double(x: Array) -> Array:
@@ -95,15 +101,22 @@ def as_double(x: Array) -> Array:
     return x.astype(np.float64, copy=False) if xp is np else x.astype(xp.asarray(0.0).dtype)
 
 
-@contextlib.contextmanager
+_nothing = contextlib.nullcontext()
+
+
 def precise(x: Array) -> Any:
     """Where PyTorch neither records for autograd nor rounds products to autocast's dtype."""
     xp = namespace(x)
     if xp.__name__ != "torch":
-        yield
-        return
-    with xp.no_grad(), xp.autocast(x.device.type, enabled=False):
-        yield
+        return _nothing
+    autocast = xp.is_autocast_enabled(x.device.type)
+    if not autocast and not xp.is_grad_enabled():
+        return _nothing  # as inside of another one: to enter them costs more than a small product
+    stack = contextlib.ExitStack()
+    stack.enter_context(xp.no_grad())
+    if autocast:
+        stack.enter_context(xp.autocast(x.device.type, enabled=False))
+    return stack
 
 
 def zeros(shape: Sequence[int], other: Array, double: bool = False, host: bool = False) -> Array:
@@ -204,7 +217,9 @@ def _within(total: Array, x: Array) -> Any:
         if x.device.type != "cpu" or f"torch.{total.dtype.name}" != str(x.dtype):
             return None
         return torch.from_numpy(total)
-    same = _is_tensor(total) and total.device == x.device and total.dtype == x.dtype
+    same = (
+        namespace(total).__name__ == "torch" and total.device == x.device and total.dtype == x.dtype
+    )
     return total if same else None
 
 

@@ -152,7 +152,7 @@ class Projector:
         if self.settings.kind == "sparse":
             return self._fold(layer, side, x, rank)
         # bfloat16 has the range of float32, and products of its own are fast. float16 may overflow.
-        x = x if "bfloat16" in str(x.dtype) else as_float(x)
+        x = x if getattr(x.dtype, "itemsize", 4) == 2 and "bf" in str(x.dtype) else as_float(x)
         make = lambda: self.matrix(layer, side, dim)
         return as_float(x @ placed(self._cache, (layer, side, dim), make, x))
 

@@ -1,7 +1,7 @@
 """A run's configuration: a dict, a YAML file, or nothing.
 
 root_dir: ./logix
-logging: {flush_threshold: 268435456, num_workers: 1, cpu_offload: false, log_dtype: none}
+logging: {flush_threshold: 67108864, num_workers: 1, cpu_offload: false, log_dtype: none}
 lora: {init: random, rank: 64, parameter_sharing: false, parameter_sharing_groups: null}
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from ._compress import Compression
 
+INITS = ("random", "pca", "sparse")
 DTYPES = ("none", "float32", "float16", "bfloat16", "int8")
 
 
@@ -23,7 +24,7 @@ class LoggingConfig:
 
     Attributes:
 
-    - `flush_threshold`: bytes that may wait to be written; -1 for 256 MiB.
+    - `flush_threshold`: bytes that may wait to be written; -1 for 64 MiB.
     - `num_workers`: 0 to write in the caller's own thread, else one thread writes beside it.
     - `cpu_offload`: statistics are kept on the host.
     - `log_dtype`: of the rows in the store; `"none"` is float32.
@@ -44,7 +45,7 @@ class LoggingConfig:
 
     @property
     def waiting(self) -> int:
-        return 1 << 28 if self.flush_threshold < 0 else self.flush_threshold
+        return 1 << 26 if self.flush_threshold < 0 else self.flush_threshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,12 @@ class LoRAConfig:
     parameter_sharing: bool = False
     parameter_sharing_groups: Sequence[str] | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.init not in INITS:
+            raise ValueError(f"init={self.init!r} is not one of {', '.join(INITS)}")
+        if isinstance(self.parameter_sharing_groups, str):
+            raise TypeError(f"parameter_sharing_groups=[{self.parameter_sharing_groups!r}]: a list")
 
     def compression(self) -> Compression:
         shared: tuple[str, ...] | None = None
@@ -103,22 +110,33 @@ def read_config(config: Any) -> Config:
         return Config()
     if not isinstance(config, Mapping):
         raise TypeError(f"config is a dict or the path of a YAML file, not {type(config).__name__}")
-    parts = {name: value for name, value in config.items() if value is not None}
-    known = _checked("config", parts, Config)
+    known = _checked("config", config, Config)
+    if "root_dir" in known:
+        known["root_dir"] = os.fspath(known["root_dir"])
     if "logging" in known:
-        known["logging"] = _section("logging", known["logging"], LoggingConfig)
+        known["logging"] = read_section("logging", known["logging"], LoggingConfig)
     if "lora" in known:
-        known["lora"] = _section("lora", known["lora"], LoRAConfig)
+        known["lora"] = read_section("lora", known["lora"], LoRAConfig)
     return Config(**known)
 
 
-def _section(name: str, content: Any, kind: type) -> Any:
+def read_section(name: str, content: Any, kind: type) -> Any:
+    """A section of it: a dict, or what it becomes."""
     return content if isinstance(content, kind) else kind(**_checked(name, content, kind))
 
 
-def _checked(name: str, content: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    known = [field.name for field in dataclasses.fields(kind)]
-    unknown = sorted(set(content) - set(known))
+def _checked(name: str, content: Any, kind: Any) -> dict[str, Any]:
+    """The values that are given, under names that are known and of the types of the defaults."""
+    if not isinstance(content, Mapping):
+        raise TypeError(f"{name} is a dict of settings, not {content!r}")
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    unknown = sorted(map(str, set(content) - set(defaults)))
     if unknown:
-        raise ValueError(f"{name} does not know {unknown}. Known are: {', '.join(known)}")
-    return dict(content)
+        raise ValueError(f"{name} does not know {unknown}. Known are: {', '.join(defaults)}")
+    found = {key: value for key, value in content.items() if value is not None}
+    for key, value in found.items():
+        plain = type(defaults[key])
+        path = key == "root_dir" and isinstance(value, os.PathLike)
+        if plain in (int, str, bool) and type(value) is not plain and not path:
+            raise TypeError(f"{name}: {key}={value!r} should be of the type {plain.__name__}")
+    return found

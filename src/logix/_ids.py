@@ -27,7 +27,11 @@ def as_ids(ids: Iterable[Any]) -> list[Id]:
     """Plain ids of a list, an array or a tensor of them."""
     if isinstance(ids, str | bytes | Mapping):
         raise TypeError(f"ids must be a list, one for each row; {type(ids).__name__} was given")
-    return [as_id(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    kinds = set(map(type, ids))
+    if kinds == {str} or (kinds == {int} and min(ids) >= -(2**63) and max(ids) < 2**63):
+        return ids  # one by one would cost as much as writing them
+    return [as_id(i) for i in ids]
 
 
 def as_id(one: Any) -> Id:
@@ -107,6 +111,8 @@ class Known:
         keep: list[int] = []
         passed: Counter[Id] = Counter()
         here: set[Id] = set()
+        if not self._replay and (self.policy == "keep_all" or self._all_new(ids)):
+            return list(range(len(ids))), passed
         for place, i in enumerate(ids):
             if self._replay and self._replay[i] > passed[i]:
                 passed[i] += 1
@@ -121,6 +127,9 @@ class Known:
                     "row its own id, or pass duplicates='keep_first' or 'keep_all'"
                 )
         return keep, passed
+
+    def _all_new(self, ids: Sequence[Id]) -> bool:
+        return len(set(ids)) == len(ids) and self._seen.isdisjoint(ids)
 
     def accept(self, ids: Iterable[Id], passed: Counter[Id]) -> None:
         """These were written: only now, so that a write that failed can be done again."""

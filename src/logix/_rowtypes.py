@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,14 +113,17 @@ class RowType:
         return x, np.isfinite(x).all(axis=1)
 
     def _float16(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        block = x.astype("<f2")
-        return block, _exponent_free(block.view("<u2"), 0x7C00)
+        block, good = _by_torch(x, "float16")
+        block = x.astype("<f2").view("<u2") if block is None else block
+        return block, _exponent_free(block, 0x7C00) if good is None else good
 
     def _bfloat16(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        import ml_dtypes  # NumPy has no bfloat16; reading needs only a shift
+        block, good = _by_torch(x, "bfloat16")
+        if block is None:
+            import ml_dtypes  # NumPy has no bfloat16; reading needs only a shift
 
-        block = x.astype(ml_dtypes.bfloat16).view("<u2")
-        return block, _exponent_free(block, 0x7F80)
+            block = x.astype(ml_dtypes.bfloat16).view("<u2")
+        return block, _exponent_free(block, 0x7F80) if good is None else good
 
     def _int8(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         most = np.abs(x).max(axis=1)
@@ -137,6 +141,20 @@ class RowType:
         block = np.empty(len(x), self.stored)
         block["scale"], block["q"] = scale, q
         return block, good
+
+
+def _by_torch(x: np.ndarray, name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The same bits by PyTorch, where it is loaded: ten times as fast as NumPy's float16.
+
+    And which rows are good, if all are: a sum is finite only if everything in it is.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not x.flags.writeable or not x.size:
+        return None, None
+    block = torch.from_numpy(x).to(getattr(torch, name))
+    sums = block.sum(1, dtype=torch.float32).numpy()
+    good = np.isfinite(sums)
+    return block.view(torch.int16).numpy().view("<u2"), good if good.all() else None
 
 
 def _exponent_free(bits: np.ndarray, mask: int) -> np.ndarray:

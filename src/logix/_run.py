@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from . import _statistics
+from ._analysing import Analysing
 from ._analysis import Analysis
-from ._array import to_numpy
-from ._compress import Compression, Layout, Projector
+from ._compress import Compression, Projector
 from ._config import read_config
-from ._ids import content_ids
-from ._loader import LogDataset, LogLoader
 from ._record import Record
 from ._rows import Activation, shown
 from ._saved import Saved
 from ._settings import Settings, parse
-from ._store import RowStore
 from ._watching import Watching
+from .utils import given_ids
 
 # Words of statistics that need no gradient of a parameter.
 OF_POSITIONS = frozenset(w for w in _statistics.WORDS if w.startswith(("forward", "backward")))
 Log = tuple[list[Any], dict[str, dict[str, Any]]]
 
 
-class LogIX(Watching):
+class LogIX(Watching, Analysing):
     """A run: what is logged of a model, where it is kept, and what is computed from it.
 
     >>> import tempfile, torch, logix
@@ -55,7 +52,8 @@ class LogIX(Watching):
     - `config`: a dict, or the path of a YAML file: `root_dir` (`"./logix"`), and the sections
       `logging` and `lora` (`LoRAConfig`).
     - `logging_config`: the section `logging`, by itself.
-    - `resume`: go on with what is saved; ids that are there are passed over.
+    - `resume`: go on with what is saved; ids that are there are passed over. Statistics begin anew,
+      for a pass over all data; `initialize_from_log()` goes on with them, for a pass over more.
     - `overwrite`: remove what is saved under this name.
     - `duplicates`: what becomes of an id that is there already: `"error"`, `"keep_first"` or
       `"keep_all"`.
@@ -108,14 +106,15 @@ class LogIX(Watching):
         >>> sorted(run.settings.statistics)
         ['forward_mean', 'raw']
         """
-        self.settings = parse(words)
+        self.settings, self._logging = parse(words), True
 
     def eval(self) -> None:
-        """Log, but save nothing and accumulate nothing any more."""
+        """Log, but save nothing and accumulate nothing, until `setup` or `save`."""
         self._logging = False
 
     def save(self, enable: bool = True) -> None:
         """Save what is logged from here on, or not."""
+        self._logging |= enable
         kinds = (self.settings.log or frozenset({"grad"})) if enable else frozenset()
         self.settings = dataclasses.replace(self.settings, save=kinds)
 
@@ -150,17 +149,28 @@ class LogIX(Watching):
 
         if self._model is None:
             raise RuntimeError("there is no model to log from. Call watch(model) first.")
-        ids = _ids(data_id)
-        self.records, self._extra, self._save = [], {}, save
+        self._saved.check()
+        ids = given_ids(data_id)
+        self.ids, self.records, self._tensors, self._extra, self._save = [], [], [], {}, save
         about = self._model, self._units, len(ids), mask, self.compression.record, weight_grads
         with batch(*about) as capture:
             yield
-        self._take(ids, capture.records(), mask, self._save)
+        records = capture.records()
+        self._take(
+            ids, records, self._activations(len(ids), mask, capture._scale), mask, self._save
+        )
 
     log = __call__
 
     def start(self, data_id: Any, mask: Any = None, save: bool | None = None) -> None:
-        """The same as entering `with run(data_id, mask)`; `end` leaves it."""
+        """The same as entering `with run(data_id, mask)`; `end` leaves it.
+
+        A batch that was begun and not ended, because of an error in between, is given up.
+        """
+        if self._open is not None:
+            given_up, self._open = self._open, None
+            with contextlib.suppress(_GivenUp):
+                given_up.__exit__(_GivenUp, _GivenUp(), None)
         self._open = self(data_id, mask, save)
         self._open.__enter__()
 
@@ -173,37 +183,42 @@ class LogIX(Watching):
         opened.__exit__(None, None, None)
 
     def _take(
-        self, ids: list[Any], records: list[Record], mask: Any = None, save: bool | None = None
+        self,
+        ids: list[Any],
+        records: list[Record],
+        tensors: list[Activation],
+        mask: Any,
+        save: bool | None,
     ) -> None:
         """What becomes of a batch."""
-        tensors = [Activation(name, *x) for name, x in self._extra.items()]
         if self.settings.log or not self._logging:  # else no one asks for them
             self.records = records
         self.ids, self._tensors = ids, tensors
-        kinds = self.settings.save
+        kinds = self.settings.save if self._logging else frozenset()
         if save is not None:
-            kinds = (kinds or self.settings.log or frozenset({"grad"})) if save else frozenset()
-        if not self._logging:
-            return
+            any_kind = self.settings.save or self.settings.log or frozenset({"grad"})
+            kinds = any_kind if save else frozenset()
+        # Whatever may be wrong with the batch is found before it has changed anything.
         logged = [*records, *tensors]
         write = self._saved.reserve(ids, logged, kinds, self.compression) if kinds else None
         what = self.settings.statistics if self._has_bases() else self.settings.sums
-        if what:
+        if what and self._logging:
+            if self._saved.replaces_statistics():
+                self._tell("the statistics on the disk are replaced by those of this pass")
             if not self._fresh and self._has_bases():
                 self._fresh = _bases(self._earlier)
-            on = dict(cpu=self.config.logging.cpu_offload)
-            self._fresh = _statistics.update(self._fresh, records, what, mask=mask, **on)
-            places = [x.as_record() for x in tensors]
-            self._fresh = _statistics.update(self._fresh, places, what & OF_POSITIONS, **on)
+            add = functools.partial(_statistics.update, cpu=self.config.logging.cpu_offload)
+            self._fresh = add(self._fresh, records, what, mask=mask)
+            for x in tensors:
+                own = mask if x.has_positions(mask) else None
+                self._fresh = add(self._fresh, [x.as_record()], what & OF_POSITIONS, mask=own)
         if write is not None:
             write()
 
     @property
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Sums over all that was logged; `logix.averages` of it are means and covariances."""
-        if self._fresh:
-            self._earlier, self._fresh = _statistics.merge(self._earlier, self._fresh), {}
-        return self._earlier
+        return _statistics.merge(self._earlier, self._fresh) if self._fresh else self._earlier
 
     def _has_bases(self) -> bool:
         return any(b in s for s in self._earlier.values() for b in _statistics.BASES)
@@ -259,42 +274,11 @@ class LogIX(Watching):
         self._earlier = self._saved.statistics(state_path)
         self.compression = self._saved.projector(lora_path or state_path)
 
-    def store(self) -> RowStore:
-        """What was saved."""
-        return self._saved.store()
 
-    @property
-    def layout(self) -> Layout:
-        """Where the gradient of each layer is in a row."""
-        parts = self.store().manifest["layout"]
-        grads = (p for p in parts if p.get("kind", "grad") == "grad")
-        return [(p["name"], tuple(p["shape"]), p["offset"]) for p in grads]
-
-    def build_log_dataset(self, flatten: bool = False) -> LogDataset:
-        """What was saved, as a dataset: `(id, {layer: {"grad": row}})` by number."""
-        return LogDataset(self.store(), flatten)
-
-    def build_log_dataloader(
-        self,
-        batch_size: int = 16,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        flatten: bool = False,
-    ) -> LogLoader:
-        """What was saved, in batches: `(ids, {layer: {"grad": rows}})`, or `(ids, rows)`."""
-        return LogLoader(self.store(), batch_size, num_workers, pin_memory, flatten)
+class _GivenUp(BaseException):
+    """Ends a batch whose records nobody will ask for."""
 
 
 def _bases(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     known = {k: {n: s[n] for n in _statistics.BASES if n in s} for k, s in state.items()}
     return {layer: own for layer, own in known.items() if own}
-
-
-def _ids(data_id: Any) -> list[Any]:
-    """Ids as they are given; of a batch, ids of its content."""
-    if isinstance(data_id, list | tuple) and all(isinstance(x, str | int) for x in data_id):
-        return list(data_id)
-    array = to_numpy(data_id) if hasattr(data_id, "dtype") else data_id
-    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu":
-        return array.tolist()
-    return content_ids(array)

@@ -3,7 +3,7 @@
 PROJECT/rows                a row store (see `_verify`), written by all processes of the run
 PROJECT/statistics.npz      sums over all of them
 PROJECT/projections.npz     of a PCA; random projections are made again from their seed
-PROJECT/compression.json    how gradients were compressed
+PROJECT/compression.json    how gradients were compressed: there before the first row
 """
 
 from __future__ import annotations
@@ -11,21 +11,35 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from _loxio import read_small, write_small
+from _loxio import Damaged
 
 from . import _statistics
+from ._beside import (
+    COMPRESSION,
+    PROJECTIONS,
+    ROWS,
+    STATISTICS,
+    fingerprint,
+    has_arrays,
+    load,
+    load_compression,
+    save_compression,
+    save_statistics,
+    saved_pca,
+)
 from ._compress import Compression, Projector
 from ._config import LoggingConfig
 from ._outbox import Outbox
-from ._rows import Entry, Logged, arrays, entries, some
+from ._rows import Entry, Logged, arrays, difference, entries, some
 from ._rowtypes import RowType
-from ._store import RowStore, RowWriter
+from ._store import RowStore, RowWriter, clear
 
-ROWS, STATISTICS, PROJECTIONS = "rows", "statistics.npz", "projections.npz"
-COMPRESSION = "compression.json"
+# Passes that were ended at a path: a number that all processes have alike.
+_passes: Counter[str] = Counter()
 
 
 class Saved:
@@ -40,6 +54,10 @@ class Saved:
         self.path, self.logging, self._how = path, logging, how
         self._outbox: Outbox | None = None
         self._layout: list[Entry] = []
+        self._compression: Projector | None = None
+        self._replaces = bool(how["overwrite"])  # the files beside the rows, until it is done
+        self._has_rows = False  # this run has written rows, in any of its processes
+        self._own_statistics = False  # those on the disk were read or written by this run
 
     @property
     def rank(self) -> int:
@@ -47,66 +65,156 @@ class Saved:
         return 0 if group is None else group.rank()
 
     @property
+    def processes(self) -> int:
+        group = _group()
+        return 1 if group is None else group.world()
+
+    @property
     def itemsize(self) -> int:
         return RowType(self.logging.dtype, 1).stored.itemsize
+
+    # --- rows --------------------------------------------------------------------------------
 
     def reserve(
         self, ids: Sequence[Any], logged: Sequence[Logged], kinds: frozenset[str], how: Projector
     ) -> Callable[[], None]:
         """Check that a batch may be written. What is returned writes it."""
         layout = entries(logged, kinds)
-        sizes = {len(x) for record in logged for x in arrays(record).values()}
-        if sizes != {len(ids)}:
-            raise ValueError(f"{len(ids)} ids for a batch of {sorted(sizes - {len(ids)})[0]}")
+        if not layout:
+            raise ValueError(f"there is nothing to save: no layer has {' or '.join(sorted(kinds))}")
+        saved = {entry.name.partition("[")[0] for entry in layout} | {e.name for e in layout}
+        logged = [record for record in logged if record.layer in saved]
+        for record in logged:
+            for x in arrays(record).values():
+                if len(x) != len(ids):
+                    raise ValueError(f"{len(ids)} ids for a batch of {len(x)} in {record.layer!r}")
         if self._outbox is None:
-            self._outbox, self._layout = self._open(layout, how), layout
-        elif layout != self._layout:
-            raise ValueError(_difference(self._layout, layout))
-        box = self._outbox
-        names, keep = box.writer.reserve(ids)
+            self._outbox = self._open(layout, how)
+            self._layout, self._compression = layout, how
+        if layout != self._layout:
+            raise ValueError(difference(self._layout, layout))
+        if how is not self._compression:
+            assert self._compression is not None
+            if fingerprint(how) != fingerprint(self._compression):
+                raise ValueError(
+                    f"all rows of a store are compressed in one way: {how.settings} differs from "
+                    f"{self._compression.settings}, or has other projections. Begin another run."
+                )
+            self._compression = how
+        box, chosen = self._outbox, logged
+        names, keep, passed = box.writer.plan(ids)
         if len(keep) < len(ids):
-            return lambda: box.put(
-                [names[i] for i in keep], [some(x, keep) for x in logged], layout
-            )
-        return lambda: box.put(names, logged, layout)
+            names = [names[i] for i in keep]
+
+        def write() -> None:
+            box.writer.reserve(names, passed)
+            if len(keep) == len(ids):
+                box.put(names, chosen, layout)
+            elif keep:
+                box.put(names, [some(x, keep) for x in chosen], layout)
+
+        return write
 
     def _open(self, layout: Sequence[Entry], how: Projector) -> Outbox:
         group = _group()
         options = dict(self._how)
-        if options["overwrite"] and self.rank == 0:
-            for old in (STATISTICS, PROJECTIONS, COMPRESSION):  # of the run that is replaced
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self.path, old))
         if group is not None:
-            options |= dict(writer=group.rank(), run=group.agree())
-            if group.rank() > 0:  # the first makes the store, the others join it
-                group.wait()
-                options["overwrite"] = False
-        meta = dict(compression=how.settings.to_json())
-        folder = os.path.join(self.path, ROWS)
+            # No process waits for another here: one may have no batch at all. Whoever comes first
+            # makes the store; the others know it by the text that they agree on.
+            text = group.agreed(f"{self.path}:{_passes[self.path]}")
+            options |= dict(writer=group.rank(), run=text)
+        self._replace()
         parts = [entry.to_json() for entry in layout]
+        folder, dtype = os.path.join(self.path, ROWS), self.logging.dtype
+        writer = RowWriter(folder, parts, dtype=dtype, meta=fingerprint(how), **options)
         try:
-            writer = RowWriter(folder, parts, dtype=self.logging.dtype, meta=meta, **options)
-        finally:
-            if group is not None and group.rank() == 0:
-                group.wait()
+            self._describe(how)
+        except BaseException:
+            writer.close()
+            raise
+        self._has_rows = True
         return Outbox(writer, self.logging.waiting, self.logging.num_workers > 0)
+
+    def _replace(self) -> None:
+        """What is beside the rows of the run that is overwritten goes, once."""
+        if self._replaces and self.rank == 0:
+            self._remove(STATISTICS, PROJECTIONS, COMPRESSION)
+        self._replaces = False
+
+    def _describe(self, how: Projector) -> None:
+        """Before the first row: one whose projections are not known is worthless."""
+        try:
+            same = fingerprint(load_compression(self.path)) == fingerprint(how)
+        except (FileNotFoundError, Damaged):
+            same = False
+        if self.rank == 0 and not same:
+            self._remove(STATISTICS)  # those of a pass before, of other gradients
+        save_compression(self.path, how)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, name))
+
+    def check(self) -> None:
+        """Raise what went wrong beside the caller."""
+        if self._outbox is not None:
+            self._outbox.check()
+
+    def flush(self) -> None:
+        if self._outbox is not None:
+            self._outbox.flush()
 
     def close(self) -> None:
         """Bring the rows to the disk."""
         if self._outbox is not None:
             outbox, self._outbox = self._outbox, None
-            outbox.close()
             # A further pass over the same data finds its own rows there, and passes over them.
             self._how |= dict(resume=True, overwrite=False)
+            outbox.close()
+
+    def store(self) -> RowStore:
+        self.flush()
+        return RowStore(os.path.join(self.path, ROWS))
+
+    # --- statistics --------------------------------------------------------------------------
+
+    def replaces_statistics(self) -> bool:
+        """Whether those of an earlier run will be lost. It is an error if nobody asked for that."""
+        if self._own_statistics or self._replaces:
+            return False
+        self._own_statistics = True
+        file = os.path.join(self.path, STATISTICS)
+        there = has_arrays(file)
+        if there and not self._how["resume"]:
+            self._own_statistics = False
+            raise FileExistsError(
+                f"there are statistics at {self.path}. Call initialize_from_log() to go on with "
+                "them, pass resume=True or overwrite=True to replace them, or use another project."
+            )
+        return there
 
     def finish(self, local: Any) -> Any:
         """Close the rows; the sums of all processes."""
-        self.close()
-        group = _group()
+        group, problem = _group(), None
+        try:
+            self.close()
+        except Exception as error:
+            if group is None:
+                raise
+            problem = error
         if group is None:
             return local
-        group.wait()
+        # All of them raise, or none: a process that is waited for in vain hangs the others.
+        told = None if problem is None else f"{type(problem).__name__}: {problem}"
+        every = group.gathered((told, self._has_rows))
+        if problem is not None:
+            raise problem
+        _raise_others([text for text, _ in every])
+        self._has_rows = any(rows for _, rows in every)
+        if self._has_rows:
+            self._how |= dict(resume=True, overwrite=False)
+        _passes[self.path] += 1
         return group.merged(local, _statistics.BASES)
 
     def same(self, statistics: Any) -> Any:
@@ -116,42 +224,52 @@ class Saved:
 
     def write(self, statistics: Any, how: Projector) -> None:
         """Statistics and compression to the disk, by the first process."""
-        group = _group()
-        if self.rank == 0:
-            os.makedirs(self.path, exist_ok=True)
-            _check_finite(statistics)
-            if statistics:
-                _statistics.save(statistics, os.path.join(self.path, STATISTICS))
-            if how.pca:
-                how.save(os.path.join(self.path, PROJECTIONS))
-            write_small(os.path.join(self.path, COMPRESSION), how.settings.to_json())
+        group, problem = _group(), None
+        try:
+            if self.rank == 0:
+                self._write(statistics, how)
+        except Exception as error:
+            if group is None:
+                raise
+            problem = error
         if group is not None:
-            group.wait()
+            told = None if problem is None else f"{type(problem).__name__}: {problem}"
+            every = group.gathered(told)
+            if problem is not None:
+                raise problem
+            _raise_others(every)
+        self._replaces = False
+        self._own_statistics |= bool(statistics)
+
+    def _write(self, statistics: Any, how: Projector) -> None:
+        if not statistics and not self._has_rows:
+            return  # what is there is of another run
+        os.makedirs(self.path, exist_ok=True)
+        self._replace()
+        rows = os.path.join(self.path, ROWS)
+        if self._how["overwrite"] and not self._has_rows and os.path.isdir(rows):
+            clear(rows)  # statistics beside them would be of another run
+        save_statistics(self.path, statistics)
+        save_compression(self.path, how)
 
     def statistics(self, path: str | None = None) -> Any:
+        """Those that `finalize` has saved."""
         file = os.path.join(path or self.path, STATISTICS)
         if not os.path.exists(file):
             raise FileNotFoundError(
                 f"there are no statistics at {path or self.path}. They are saved by finalize(), "
                 'after setup({"statistic": …}).'
             )
-        return _statistics.load(file)
+        self._own_statistics |= os.path.abspath(path or self.path) == os.path.abspath(self.path)
+        return load(file)
 
     def projector(self, path: str | None = None) -> Projector:
         """The compression of what was saved."""
-        path = path or self.path
-        settings = Compression.from_json(read_small(os.path.join(path, COMPRESSION)))
-        if settings.init == "pca" and settings.kind != "none":
-            return Projector.load(settings, os.path.join(path, PROJECTIONS))
-        return Projector(settings)
+        return load_compression(path or self.path)
 
-    def flush(self) -> None:
-        if self._outbox is not None:
-            self._outbox.flush()
-
-    def store(self) -> RowStore:
-        self.flush()
-        return RowStore(os.path.join(self.path, ROWS))
+    def earlier_pca(self, settings: Compression) -> Projector | None:
+        """That of the rows which are continued: one made anew might differ in its last bits."""
+        return saved_pca(self.path, settings) if self._how["resume"] else None
 
 
 def _group() -> Any:
@@ -166,25 +284,7 @@ def _group() -> Any:
     return _ranks
 
 
-def _difference(old: Sequence[Entry], new: Sequence[Entry]) -> str:
-    for a, b in zip(old, new):
-        if (a.name, a.kind, a.shape) != (b.name, b.kind, b.shape):
-            was, now = f"{a.kind} of {a.name!r} {a.shape}", f"{b.kind} of {b.name!r} {b.shape}"
-            break
-    else:
-        was, now = f"{len(old)} entries", f"{len(new)}"
-    return (
-        f"all rows of a store are alike, and this batch differs from the first: {now} instead of "
-        f"{was}. Pad sequences to one length if activations are saved; for another setup, begin "
-        "another run."
-    )
-
-
-def _check_finite(statistics: Any) -> None:
-    for layer, stats in statistics.items():
-        for name, x in stats.items():
-            if not bool((x == x).all()):
-                raise ValueError(
-                    f"the statistics {name!r} of layer {layer!r} have NaN in them: a batch had "
-                    "gradients that are not finite. Nothing was saved over the earlier statistics."
-                )
+def _raise_others(problems: Sequence[str | None]) -> None:
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise RuntimeError(f"process {rank} could not save: {text}")

@@ -108,6 +108,8 @@ def merge(a: State, b: State) -> dict[str, dict[str, Array]]:
                 if value.ndim != own[name].ndim:
                     own[name], value = _both(own[name], value, {*own, *stats}, f"{name}_cut_n")
                 own[name] = own[name] + value
+            elif own[name] is value:
+                continue
             elif not np.array_equal(to_numpy(own[name]), to_numpy(value)):
                 raise ValueError(
                     f"layer {layer!r}: EK-FAC sums in different eigenbases can not be added. "

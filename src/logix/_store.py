@@ -6,6 +6,7 @@ the disk after `flush` and `close`, and by the first append that comes `sync_eve
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -69,16 +70,22 @@ def _claim(
     if there and not overwrite:
         how = "pass resume=True to continue it, overwrite=True to remove it, or another path"
         raise FileExistsError(f"there is a store at {path}: {how}")
-    locks = {n for n in os.listdir(path) if n.endswith(".lock") and n[:-5].isdigit()}
-    locks -= {f"{writer:04d}.lock"}
-    if any(is_held(os.path.join(path, n)) for n in locks):
-        raise FileExistsError(f"the store at {path} is being written by another process")
-    for name in sorted({*there, *locks}, key=lambda n: n != MANIFEST):  # what makes it a store
-        os.unlink(os.path.join(path, name))
+    clear(path, writer)
     new = dict(kind=KIND, format=FORMAT, store=uuid.uuid4().hex, run=run, **wanted)
     new["created"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z"
     write_small(os.path.join(path, MANIFEST), new)
     return new
+
+
+def clear(path: str, writer: int | None = None) -> None:
+    """Remove the store at a path, unless another writer than this one is writing it."""
+    locks = {n for n in os.listdir(path) if n.endswith(".lock") and n[:-5].isdigit()}
+    locks -= {f"{writer:04d}.lock"} if writer is not None else set()
+    if any(is_held(os.path.join(path, n)) for n in locks):
+        raise FileExistsError(f"the store at {path} is being written by another process")
+    files = {*store_files(path), *locks}
+    for name in sorted(files, key=lambda n: n != MANIFEST):  # first what makes it a store
+        os.unlink(os.path.join(path, name))
 
 
 class RowWriter:
@@ -102,8 +109,8 @@ class RowWriter:
         writer: int = 0,
         duplicates: str = "error",
         resume: bool = False,
-        sync_every: float = 1.0,
-        shard_bytes: int = 1 << 30,
+        sync_every: float = 30.0,
+        shard_bytes: int = 1 << 32,
         *,
         overwrite: bool = False,
         run: str | None = None,
@@ -120,6 +127,7 @@ class RowWriter:
         wanted = dict(layout=list(layout), dim=self.type.dim, dtype=dtype, duplicates=duplicates)
         wanted = json.loads(json.dumps({**wanted, "meta": meta or {}}))  # as it will be read
         self._writing, self._syncing = threading.Lock(), threading.Lock()
+        self._knowing = threading.Lock()  # of `_known`: held for a moment only, not while writing
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._done: list[dict[str, Any]] = []  # the parts before
@@ -169,36 +177,45 @@ class RowWriter:
             raise ValueError(f"{len(names)} ids for rows of the shape {rows.shape}")
         with self._writing:
             self._raise_error()
-            every: tuple[list[int], Any] = (list(range(len(names))), Counter())
-            keep, passed = every if reserved else self._known.new(names)
-            if len(keep) < len(names):
-                names, rows = [names[i] for i in keep], rows[keep]
+            passed: Counter[Id] = Counter()
+            if not reserved:
+                names, keep, passed = self.plan(names)
+                if len(keep) < len(names):
+                    names, rows = [names[i] for i in keep], rows[keep]
             if names:
                 block = self.type.encode(rows, self.nonfinite, names)
                 self._room().append(block.reshape(-1).data, encode_ids(names), len(names))
                 self.rows += len(names)
-            self._known.accept(names, passed)
+            if not reserved:
+                self.reserve(names, passed)
             idle = self._thread is None or not self._thread.is_alive()
             if names and idle and time.monotonic() - self._synced_at > self.sync_every:
                 self._thread = threading.Thread(target=self._sync_beside, daemon=True)
-                self._thread.start()
+                with contextlib.suppress(RuntimeError):  # while the interpreter ends: `close` syncs
+                    self._thread.start()
         return len(names)
 
-    def reserve(self, ids: Iterable[Any]) -> tuple[list[Id], list[int]]:
-        """Plain ids, and the places of those to write later with `append(…, reserved=True)`.
+    def plan(self, ids: Iterable[Any]) -> tuple[list[Id], list[int], Counter[Id]]:
+        """Plain ids, the places of those to write, and what is passed over.
 
-        By the policy for duplicates, at once: whoever writes beside the caller would find out too
-        late. `release` takes back what was not written.
+        By the policy for duplicates. Nothing has changed yet: give it to `reserve`.
         """
         names = as_ids(ids)
-        with self._writing:
-            keep, passed = self._known.new(names)
-            self._known.accept([names[i] for i in keep], passed)
-        return names, keep
+        with self._knowing:
+            return names, *self._known.new(names)
+
+    def reserve(self, names: Iterable[Id], passed: Counter[Id]) -> None:
+        """These will be written by `append(…, reserved=True)`, and from now on they are there.
+
+        Whoever writes beside the caller would find duplicates too late. `release` takes back what
+        was not written.
+        """
+        with self._knowing:
+            self._known.accept(names, passed)
 
     def release(self, ids: Iterable[Id]) -> None:
         """These were reserved, and will not be written."""
-        with self._writing:
+        with self._knowing:
             self._known.forget(ids)
 
     def _room(self) -> PartWriter:

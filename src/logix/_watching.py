@@ -8,21 +8,33 @@ from typing import Any
 
 from . import _statistics
 from ._compress import Compression, Projector
-from ._config import Config, LoRAConfig
+from ._config import Config, LoRAConfig, read_section
+from ._rows import Activation
 from ._saved import Saved
+
+
+class Slot:
+    """A tensor of the forward pass, and its gradient when it has come."""
+
+    def __init__(self, value: Any, hooked: bool):
+        self.value, self.hooked, self.gradient = value, hooked, None
+
+    def note(self, gradient: Any) -> None:
+        self.gradient = gradient.detach().clone()
 
 
 class Watching:
     """The part of `LogIX` that chooses what is logged from."""
 
     _saved: Saved
+    _fresh: dict[str, dict[str, Any]]
 
     def __init__(self, config: Config):
         self.config = config
         self.compression = Projector(Compression())
         self._model: Any = None
         self._units: dict[str, Any] = {}
-        self._extra: dict[str, list[Any]] = {}  # of watch_activation: value, gradient
+        self._extra: dict[str, Slot] = {}  # of watch_activation
 
     @property
     def statistics(self) -> dict[str, dict[str, Any]]:
@@ -60,7 +72,9 @@ class Watching:
 
         >>> import torch, logix
         >>> run, model = logix.LogIX("example"), torch.nn.Linear(3, 2)
-        >>> run.setup({"forward": ["log"], "backward": ["log"]})
+        >>> run.setup({"log": ["forward", "backward"]})
+        >>> run.watch(model)
+        logix: watching ...
         >>> with run(data_id=[0, 1]):
         ...     h = model(torch.ones(2, 3))
         ...     run.watch_activation({"h": h})
@@ -68,10 +82,36 @@ class Watching:
         >>> sorted(run.get_log()[1]["h"])
         ['backward', 'forward']
         """
+        from .torch._context import in_backward
+
         for name, x in tensors.items():
-            self._extra[name] = [x.detach(), None]
-            if x.requires_grad:
-                x.register_hook(lambda g, name=name: self._extra[name].__setitem__(1, g.detach()))
+            again = self._extra.get(name)
+            if again is not None and not in_backward():
+                raise ValueError(f"there is an activation {name!r} of this batch already")
+            if again is not None and again.hooked:  # computed anew by a checkpoint
+                continue
+            slot = self._extra[name] = Slot(x.detach().clone(), x.requires_grad)
+            if slot.hooked:
+                x.register_hook(slot.note)
+
+    def _activations(self, examples: int, mask: Any, scale: Any) -> list[Activation]:
+        """What `watch_activation` has seen, like what is seen of layers: masked, and not scaled."""
+        found = []
+        for name, slot in self._extra.items():
+            x, g = slot.value, slot.gradient
+            if x.ndim == 0 or len(x) != examples:
+                raise ValueError(
+                    f"the activation {name!r} has the shape {tuple(x.shape)}, and there are "
+                    f"{examples} ids: its first axis must be over the examples."
+                )
+            if g is not None and scale is not None:
+                g = g.float() / scale
+            one = Activation(name, x, g)
+            if one.has_positions(mask):
+                real = (mask != 0).reshape(*mask.shape, *[1] * (x.ndim - 2)).to(x.device)
+                one = Activation(name, x * real, None if g is None else g * real)
+            found.append(one)
+        return found
 
     def add_lora(
         self,
@@ -97,14 +137,22 @@ class Watching:
         - `rank`, `init`, `seed`: single settings of it. `init="pca"` takes the eigenvectors of the
           covariances ("kfac") that the run has accumulated.
         """
-        if isinstance(lora_config, Mapping):
-            lora_config = LoRAConfig(**lora_config)
-        chosen = lora_config or self.config.lora
+        chosen = self.config.lora
+        if lora_config is not None:
+            chosen = read_section("lora_config", lora_config, LoRAConfig)
+        single: dict[str, Any]
         single = {k: v for k, v in dict(rank=rank, init=init, seed=seed).items() if v is not None}
         settings = dataclasses.replace(chosen, **single).compression()
         if lora_path is not None:
             self.compression = self._saved.projector(lora_path)
+        elif settings.init == "pca" and (earlier := self._saved.earlier_pca(settings)) is not None:
+            self.compression = earlier
         elif settings.init == "pca":
+            if self._fresh and self._saved.processes > 1:
+                raise RuntimeError(
+                    "each process knows its own covariances only: call finalize() before "
+                    'add_lora(init="pca"), to have those of all.'
+                )
             averages = _statistics.finalize(self.statistics)
             if not any("right" in stats for stats in averages.values()):
                 raise ValueError(

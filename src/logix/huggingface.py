@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import LogIXArguments as LogIXArguments
-from ._examples import Collate, first_of, loader_of
-from ._extraction import Extraction, LogReport, Step, untouched
-from ._losses import SummedLosses, check_sum, summed_smoother
-from ._positions import called_once
 from ._progress import progress
 from ._result import Influence
 from ._run import LogIX
+from .integrations._arguments import LogIXArguments as LogIXArguments
+from .integrations._examples import Collate, first_of, loader_of
+from .integrations._extraction import Extraction, LogReport, Step, untouched
+from .integrations._losses import SummedLosses, check_sum, summed_smoother
+from .integrations._positions import called_once
 
 
 def patch_trainer(trainer_class: type) -> Any:

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from ._arguments import LogIXArguments as LogIXArguments
 from ._array import to_numpy
-from ._extraction import Extraction, LogReport, Pass, Step, untouched
 from ._ids import content_ids
-from ._losses import SummedLosses, check_sum
 from ._result import Influence
 from ._run import LogIX
+from .integrations._arguments import LogIXArguments as LogIXArguments
+from .integrations._extraction import Extraction, LogReport, Pass, Step, untouched
+from .integrations._losses import SummedLosses, check_sum
 
 
 def patch(

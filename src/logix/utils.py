@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ._array import namespace
-from ._ids import content_ids
+from ._array import namespace, to_numpy
+from ._ids import as_ids, content_ids
 
 MODES = ("hash", "index")
 
@@ -35,11 +35,32 @@ class DataIDGenerator:
         """An id for each example of a batch: an array, or several arrays of the same length."""
         if self.mode == "hash":
             return content_ids(batch)
-        first = batch
-        while isinstance(first, dict) or (isinstance(first, tuple) and first):
-            first = next(iter(first.values())) if isinstance(first, dict) else first[0]
-        start, self._next = self._next, self._next + len(first)
+        start, self._next = self._next, self._next + _length(batch)
         return list(range(start, self._next))
+
+
+def given_ids(data_id: Any) -> list[Any]:
+    """Ids as they are given; of a batch, ids of its content."""
+    if isinstance(data_id, str | bytes):
+        raise TypeError(f"data_id={data_id!r} is one id, and each example needs one: give a list")
+    plain = str, int, np.integer
+    if isinstance(data_id, list | tuple):
+        scalars = [x.item() if getattr(x, "ndim", None) == 0 else x for x in data_id]
+        if all(isinstance(x, plain) for x in scalars):
+            return as_ids(scalars)
+    array = to_numpy(data_id) if hasattr(data_id, "dtype") else data_id
+    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iuU":
+        return as_ids(array)
+    return content_ids(array)
+
+
+def _length(batch: Any) -> int:
+    """Examples of a batch: a list of arrays is one of several parts, as data loaders give it."""
+    if isinstance(batch, Mapping):
+        return _length(next(iter(batch.values())))
+    plain = str | int | float | np.generic
+    several = isinstance(batch, list | tuple) and len(batch) > 0 and not isinstance(batch[0], plain)
+    return _length(batch[0]) if several else len(batch)
 
 
 def merge_logs(logs: Sequence[tuple[Sequence[Any], dict[str, dict[str, Any]]]]) -> Any:

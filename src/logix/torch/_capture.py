@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from .._record import Outer, Record, Whole
 from . import _experts, _recompute
-from ._layers import has_channels_first
+from ._layers import wide
 from ._parts import Part, together
-from ._passes import Passes
+from ._passes import Passes, unmasked
 from ._scale import scales
 from ._units import Unit
 from ._watch import Seen, watching
@@ -56,7 +56,11 @@ class Capture:
         """See what happens in the units. Afterwards the model is as it was, whatever happens."""
         modules = {name: unit.module for name, unit in self.units.items()}
         whole = {name for name, unit in self.units.items() if unit.how == "recomputed"}
-        with watching(modules, self._see, self.batch, whole), scales(self._note_scale), _no_bypass():
+        with (
+            watching(modules, self._see, self.batch, whole),
+            scales(self._note_scale),
+            _no_bypass(),
+        ):
             yield
 
     def _note_scale(self, scale: Tensor) -> None:
@@ -65,10 +69,11 @@ class Capture:
     def _see(self, name: str, seen: Seen) -> None:
         unit, grads = self.units[name], seen.gradients
         if self._scale is not None:  # the loss was multiplied by it, to keep float16 in range
-            grads = [g.to(torch.promote_types(g.dtype, torch.float32)) / self._scale for g in grads]
+            grads = [wide(g) / self._scale for g in grads]
+            seen = seen._replace(gradients=grads)
         try:
-            for layer, record in self._records(unit, seen._replace(gradients=grads)):
-                record = self.compress(dataclasses.replace(record, layer=layer))
+            for layer, record in self._records(unit, seen):
+                record = self.compress(_named(record, layer))
                 if seen.borrowed:
                     record = _kept(record, [*seen.inputs, *grads])
                 part = Part(seen.backward, seen.time, record)
@@ -98,8 +103,7 @@ class Capture:
             assert unit.rule is not None
             found = _by_rule(unit, seen.inputs[0], seen.gradients[0], n, masked)
             for parameter, layer in unit.layers.items():
-                record = found[parameter]
-                yield layer, Whole("", record) if isinstance(record, Tensor) else record
+                yield layer, found[parameter]
 
     def records(self) -> list[Record]:
         """One for each layer of each unit, in their order; all calls of a unit are in one."""
@@ -108,13 +112,10 @@ class Capture:
                 "no gradient came to any watched layer. Call loss.backward() inside of the block, "
                 "and watch(model) the model that the loss is computed with."
             )
-        names, reached = {name for name, _ in self._found}, {layer for _, layer in self._found}
+        names, layers = {name for name, _ in self._found}, {layer for _, layer in self._found}
+        unseen = [unit.name for unit in self.units.values() if unit.name not in names]
         # A module that only holds a parameter which others use is never called.
-        unseen = [
-            unit.name
-            for unit in self.units.values()
-            if unit.name not in names and not set(unit.layers.values()) <= reached
-        ]
+        unseen = [name for name in unseen if not set(self.units[name].layers.values()) <= layers]
         if unseen:
             raise RuntimeError(
                 f"no gradient came to {', '.join(unseen[:5])}{' …' if len(unseen) > 5 else ''}: "
@@ -132,7 +133,7 @@ def _by_rule(
     assert unit.rule is not None
     if len(g) != n:  # positions as rows
         x, g = (y.reshape(n, -1, *y.shape[1:]) for y in (x, g))
-    if has_channels_first(unit.module):
+    if unit.channels_first:
         g = masked(g.transpose(1, 2)).transpose(1, 2) if g.ndim == 3 else g
     else:
         g = masked(g)
@@ -142,10 +143,21 @@ def _by_rule(
             known = ", ".join(found) or "nothing"
             raise KeyError(f"its rule gives {known}, and nothing for the parameter {parameter!r}")
         record = found[parameter]
-        if isinstance(record, Outer):  # inputs of positions that don't count are in no covariance
+        if isinstance(record, Tensor):
+            found[parameter] = Whole("", record)
+        elif (
+            isinstance(record, Outer) and masked is not unmasked
+        ):  # inputs of positions that don't count are in no covariance
             side = lambda y: y if y.data_ptr() == g.data_ptr() else masked(y)
             found[parameter] = dataclasses.replace(record, a=side(record.a), g=side(record.g))
     return found
+
+
+def _named(record: Record, layer: str) -> Record:
+    """As `dataclasses.replace` would do it, which is slow for what is done for every layer."""
+    named = object.__new__(type(record))
+    named.__dict__.update(record.__dict__, layer=layer)
+    return named
 
 
 def _kept(record: Record, borrowed: list[Tensor]) -> Record:

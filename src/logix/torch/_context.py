@@ -61,15 +61,21 @@ def _note(parameters: list[nn.Parameter]) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not len(_left_out):
         return
-    if len(args) > 1 or kwargs.get("closure") is not None:
-        _left_out.clear()  # gradients are computed inside of the step
-        return
     own = [p for group in optimizer.param_groups for p in group["params"] if p in _left_out]
-    lost = bool(own) and all(p.grad is None for p in own)
-    _left_out.clear()
-    if lost:
+    if not own:
+        return
+    for p in own:
+        del _left_out[p]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    # With a closure, gradients are computed inside of the step.
+    if closure is None and all(p.grad is None for p in own):
         raise RuntimeError(
             "this step would change nothing: the gradients of the weights are left out where logix "
             "logs, which makes it cheaper. To train on the same pass, write "
             "`with run(data_id=…, weight_grads=True):`."
         )
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way: a checkpoint computes its part again inside of it."""
+    return torch._C._current_graph_task_id() != -1

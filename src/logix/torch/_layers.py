@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
 from .._record import Lookup, Outer, Record, Whole
 from ._watch import own_type
@@ -77,15 +75,17 @@ def rule_for(module: nn.Module) -> Rule | None:
     It does not if the module computes something else (a `forward` of its own) or if it has
     parameters that the types below know nothing of.
     """
-    own = own_type(module)
+    own: Any = own_type(module)
     for kind in own.__mro__:
         found = RULES.get(kind) or _by_name(f"{kind.__module__}.{kind.__qualname__}")
         if found is not None:
             extra = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
             ours = found.__module__ == __name__
-            same = own.forward is kind.forward and not {"forward", "logix_forward"} & {*vars(module)}
+            same = own.forward is kind.forward and not {"forward", "logix_forward"} & {
+                *vars(module)
+            }
             return found if same and not (ours and extra) else None
-    return None
+    return _other_rms_norm if _is_rms_norm(module) else None
 
 
 def _by_name(name: str) -> Rule | None:
@@ -98,17 +98,14 @@ def places(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def has_channels_first(module: nn.Module) -> bool:
-    """Whether the second axis is not that of positions."""
-    return isinstance(module, _ConvNd | nn.GroupNorm | _NormBase)
-
-
 def wide(x: Tensor) -> Tensor:
     """In float32 at least: what is summed or normalised in bfloat16 would be rounded."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def total(x: Tensor, axis: int = 1) -> Tensor:
+    if x.shape[axis] == 1:
+        return wide(x.squeeze(axis))
     return x.sum(axis, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -127,7 +124,9 @@ def _transposed_linear(module: Any, x: Tensor, g: Tensor) -> Records:
 @rule(nn.Embedding)
 def _embedding(module: nn.Embedding, x: Tensor, g: Tensor) -> Records:
     if module.scale_grad_by_freq:
-        raise ValueError("scale_grad_by_freq divides by what all examples of a batch have in common")
+        raise ValueError(
+            "scale_grad_by_freq divides by what all examples of a batch have in common"
+        )
     g = places(g)
     ids = x.reshape(-1, g.shape[1]).expand(len(g), -1)  # the same for all, or those of each
     if module.padding_idx is not None:
@@ -186,6 +185,40 @@ def _rms_norm(module: nn.RMSNorm, x: Tensor, g: Tensor) -> Records:
     return _scale_and_shift(normal, g, len(module.normalized_shape))
 
 
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether this is someone's own RMSNorm, scaled by w or 1 + w: by its name, and by trying."""
+    weight, eps = getattr(module, "weight", None), _eps(module)
+    named = "rmsnorm" in own_type(module).__name__.lower() and len(list(module.parameters())) == 1
+    if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None:
+        return False
+    if hasattr(weight, "to_local"):  # a part of it: to try would need the other processes
+        return False
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        x = torch.arange(3 * len(weight), device=weight.device).sin().reshape(1, 3, -1)
+        try:
+            y = module(x.to(weight.dtype))
+        except (TypeError, RuntimeError):
+            return False
+        normal, w = _rms_normal(x.to(weight.dtype), eps), wide(weight)
+        near = lambda scale: torch.allclose(wide(y), scale * normal, rtol=0.02, atol=1e-3)
+        return isinstance(y, Tensor) and (near(w) or near(1 + w))
+
+
+def _eps(module: Any) -> float | None:
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return found if isinstance(found, float) else None
+
+
+def _rms_normal(x: Tensor, eps: float) -> Tensor:
+    return wide(x) * (wide(x).square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _other_rms_norm(module: Any, x: Tensor, g: Tensor) -> Records:
+    eps = _eps(module)
+    assert eps is not None
+    return {"weight": _scale_and_shift(_rms_normal(x, eps), g, 1)["weight"]}
+
+
 @rule(nn.GroupNorm)
 def _group_norm(module: nn.GroupNorm, x: Tensor, g: Tensor) -> Records:
     normal = F.group_norm(wide(x), module.num_groups, eps=module.eps)
@@ -197,8 +230,8 @@ def _group_norm(module: nn.GroupNorm, x: Tensor, g: Tensor) -> Records:
 def _batch_norm(module: Any, x: Tensor, g: Tensor) -> Records:
     if module.training or module.running_mean is None:
         raise ValueError(
-            f"{type(module).__name__} in training mode normalises over the batch, so no example has "
-            "a gradient of its own. Call model.eval() before logging."
+            "in training mode it normalises over the batch, so no example has a gradient of its "
+            "own. Call model.eval() before logging"
         )
     shape = (1, -1, *(1,) * (x.ndim - 2))
     spread = (module.running_var + module.eps).rsqrt()

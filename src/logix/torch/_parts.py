@@ -54,9 +54,9 @@ def _groups(layer: str, parts: list[Part], n: int) -> list[list[Part]]:
     """The calls that have the same examples."""
     size = lambda part: examples(part.record)
     passes = [list(x) for _, x in itertools.groupby(parts, key=lambda p: p.backward)]
-    if all(len({size(p) for p in some}) == 1 for some in passes):
-        if sum(size(some[0]) for some in passes) == n:
-            return passes
+    alike = all(len({size(p) for p in some}) == 1 for some in passes)
+    if alike and sum(size(some[0]) for some in passes) == n:
+        return passes
     # Several forward passes may go into one backward pass.
     each, rest = divmod(sum(size(p) for p in parts), n)
     groups = [some[i : i + each] for some in passes for i in range(0, len(some), max(each, 1))]
@@ -65,7 +65,7 @@ def _groups(layer: str, parts: list[Part], n: int) -> list[list[Part]]:
         where = f" of {sizes[0]}" if len(sizes) == 1 else f" of {sizes}, by backward pass,"
         raise ValueError(
             f"layer {layer!r} was called with batches{where} and there are {n} ids. Give one id "
-            "for each example; the examples must be the first axis of what the model is called with."
+            "for each example; the examples must be the first axis of what the model gets."
         )
     if any(len(some) > each and some[0].time < 0 for some in passes):
         raise ValueError(

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._call import counts
-from ._layers import has_channels_first
 from ._units import Unit
 from ._watch import Seen
 
@@ -40,24 +39,26 @@ class Passes:
         """How many examples a call has, and what masks a tensor with these examples in front."""
         if not seen.inputs:
             raise ValueError("it is called without a tensor, so nothing tells its examples apart")
-        now = self._passes.setdefault(seen.backward, _Pass())
+        now = self._passes.get(seen.backward) or self._passes.setdefault(seen.backward, _Pass())
         n = self._size(unit, seen.inputs[0], seen.gradients[0], now)
         now.sizes.add(n)
-        return n, lambda x: x if self.mask is None else self._masked(x, n, seen.backward)
+        if self.mask is None:
+            return n, unmasked
+        return n, lambda x: self._masked(x, n, seen.backward)
 
     def _size(self, unit: Unit, x: Tensor, g: Tensor, now: _Pass) -> int:
         looked_up = not x.is_floating_point() and (x.ndim == 1 or len(x) == 1)
-        if looked_up or (isinstance(unit.module, nn.Embedding) and unit.how == "rule"):
+        if looked_up or unit.looks_up:
             if x.ndim == 1 and g.ndim == 2 and len(x) > 1 and counts(x):
                 now.counted[unit.name] = len(x)
             if g.ndim == 3:
                 now.shapes.insert(0, (len(g), g.shape[1]))
             return len(g)
-        if getattr(unit.module, "batch_first", True) is False and x.ndim > 1:
+        if unit.positions_first and x.ndim > 1:
             return x.shape[1]
         if x.ndim == 2 and x.is_floating_point():
             return self._rows(unit.name, len(x), now)
-        if x.ndim > 1 and not has_channels_first(unit.module):
+        if x.ndim > 1 and not unit.channels_first:
             now.shapes.insert(0, (x.shape[0], x.shape[1]))
         return len(x)
 
@@ -127,6 +128,10 @@ class Passes:
         if x.shape[:2] != mask.shape:
             return x
         return x * mask.to(x.device).reshape(*mask.shape, *(1,) * (x.ndim - 2))
+
+
+def unmasked(x: Tensor) -> Tensor:
+    return x
 
 
 def _narrowed(mask: Tensor, length: int) -> Tensor:

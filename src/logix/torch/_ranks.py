@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import distributed
 
+State = Mapping[str, Mapping[str, Any]]
+
 
 def rank() -> int:
     return distributed.get_rank() if _many() else 0
@@ -23,45 +25,60 @@ def _many() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def agree(value: Any = None) -> Any:
-    """What the first process says, for all of them; a text that no other run has, by default."""
-    box = [uuid.uuid4().hex if value is None else value]
-    if world() > 1:
-        distributed.broadcast_object_list(box, src=0)
-    return box[0]
+def agreed(key: str) -> str:
+    """A text that no other run has: all processes get that of the one which asks first.
+
+    Nobody waits: it goes through the store by which they have found each other.
+    """
+    own = uuid.uuid4().hex
+    store = distributed.distributed_c10d._get_default_store()
+    return bytes(store.compare_set(f"logix/{key}", "", own)).decode()
 
 
-def wait() -> None:
-    """Until all processes are here."""
-    if world() > 1:
-        distributed.barrier()
-
-
-def merged(
-    state: Mapping[str, Mapping[str, Any]], keep: tuple[str, ...]
-) -> dict[str, dict[str, Any]]:
-    """The sums of all processes, in each of them. What is in `keep` all of them have alike."""
-    out = {layer: dict(stats) for layer, stats in state.items()}
-    if world() == 1:
-        return out
-    own = {layer: sorted(stats) for layer, stats in out.items()}
+def gathered(value: Any) -> list[Any]:
+    """What all processes say, by their number. All wait for each other."""
     every: list[Any] = [None] * world()
-    distributed.all_gather_object(every, own)
-    if any(other != every[0] for other in every):
-        raise RuntimeError(
-            "the processes have accumulated statistics of different layers, so they can't be "
-            "added. Every process needs at least one batch, and the same setup and watch."
-        )
+    distributed.all_gather_object(every, value)
+    return every
+
+
+def merged(state: State, keep: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The sums of all processes, in each of them. What is in `keep` all of them have alike.
+
+    A process that has seen nothing of a layer, or had no batch at all, adds nothing.
+    """
+    out = {layer: dict(stats) for layer, stats in state.items()}
+    every = gathered(
+        {
+            (layer, name): (tuple(x.shape), str(_tensor(x).dtype))
+            for layer, stats in out.items()
+            for name, x in stats.items()
+            if name not in keep
+        }
+    )
+    kinds: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+    for number, own in enumerate(every):
+        for key, kind in own.items():
+            if kinds.setdefault(key, kind) != kind:
+                raise RuntimeError(
+                    f"the statistics {key[1]!r} of layer {key[0]!r} can't be added: process "
+                    f"{number} has {kind[0]} {kind[1]}, another one {kinds[key][0]} "
+                    f"{kinds[key][1]}. All processes need the same setup and watch."
+                )
     cuda = distributed.get_backend() == "nccl"
-    for layer in sorted(out):
-        for name in sorted(out[layer]):
-            if name not in keep:
-                out[layer][name] = _sum(out[layer][name], cuda)
+    for (layer, name), (shape, dtype) in kinds.items():  # in the same order everywhere
+        stats = out.setdefault(layer, {})
+        zeros = torch.zeros(shape, dtype=getattr(torch, dtype.split(".")[-1]))
+        stats[name] = _sum(stats.get(name, zeros), cuda)
     return out
 
 
+def _tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+
+
 def _sum(x: Any, cuda: bool) -> Any:
-    total = torch.as_tensor(np.asarray(x)) if not isinstance(x, torch.Tensor) else x.clone()
+    total = _tensor(x).clone()
     where = total.device
     total = total.cuda() if cuda else total.cpu()
     distributed.all_reduce(total)
@@ -69,9 +86,7 @@ def _sum(x: Any, cuda: bool) -> Any:
     return total if isinstance(x, torch.Tensor) else total.numpy()
 
 
-def spread(
-    state: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]
-) -> dict[str, dict[str, Any]]:
+def spread(state: State, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """What the first process has under these names, in all of them."""
     out = {layer: dict(stats) for layer, stats in state.items()}
     cuda = distributed.get_backend() == "nccl"
@@ -79,8 +94,9 @@ def spread(
         for name in names:
             if name in out[layer]:
                 x = out[layer][name]
-                sent = torch.as_tensor(np.asarray(x)) if not isinstance(x, torch.Tensor) else x
-                sent = sent.contiguous().cuda() if cuda else sent.contiguous().cpu()
+                sent = _tensor(x).contiguous()
+                sent = sent.cuda() if cuda else sent.cpu()
                 distributed.broadcast(sent, src=0)
-                out[layer][name] = sent.to(x.device) if hasattr(x, "device") else sent.numpy()
+                tensor = isinstance(x, torch.Tensor)
+                out[layer][name] = sent.to(x.device) if tensor else sent.numpy()
     return out

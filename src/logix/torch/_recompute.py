@@ -10,6 +10,7 @@ that mixes examples, or draws random numbers, is an error.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +45,8 @@ def gradients(
 ) -> dict[str, Tensor]:
     """{name: (n, …)}, for a call with `n` examples."""
     inputs, grads = [_wide(x) for x in inputs], [_wide(g) for g in grads]
-    parameters = {k: _wide(own_parameters(module)[k].detach()) for k in names}
+    own = own_parameters(module)
+    parameters = {k: _wide(own[k].detach()) for k in names}
     fixed = {k: _wide(x.detach()) for k, x in _state(module) if k not in parameters}
 
     def outputs(p: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -54,13 +56,11 @@ def gradients(
         leaves = pytree.tree_flatten(out)[0]
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
-    def rows_of(pieces: list[Tensor], g: list[Tensor]) -> dict[str, Tensor]:
+    def run(p: dict[str, Tensor], pieces: list[Tensor]) -> list[Tensor]:
         own = iter(pieces)
-        found = [x if place is None else next(own) for x, place in zip(inputs, places)]
-        out, pull = torch.func.vjp(lambda p: outputs(p, found), parameters)
-        return pull([y.to(x.dtype).reshape(x.shape) for x, y in zip(out, g)])[0]
+        return outputs(p, [x if place is None else next(own) for x, place in zip(inputs, places)])
 
-    with unwatched(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+    with unwatched(), _plainly(module), torch.enable_grad():
         places, out_places, used = _places(module, outputs, parameters, inputs, grads, n)
         unused = {k: p.new_zeros((n, *p.shape)) for k, p in parameters.items() if k not in used}
         parameters = {k: parameters[k] for k in used}
@@ -68,25 +68,60 @@ def gradients(
             return unused
         pieces = [_cut(x, place, n) for x, place in zip(inputs, places) if place is not None]
         g = [_cut(y, place, n, masked) for y, place in zip(grads, out_places)]
-        found = _rows(own_type(module), rows_of, pieces, g, n)
+        found = _rows(own_type(module), run, parameters, pieces, g, n)
     return {**{k: rows.detach() for k, rows in found.items()}, **unused}
 
 
-def _rows(kind: type, rows_of: Any, pieces: list[Tensor], g: list[Tensor], n: int) -> Any:
-    """At once if that is possible."""
+@contextlib.contextmanager
+def _plainly(module: nn.Module) -> Iterator[None]:
+    """Neither compiled nor checkpointed: a checkpoint would look for parameters that are gone."""
+    saving = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
+    try:
+        for m in saving:
+            m.gradient_checkpointing = False
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for m in saving:
+            m.gradient_checkpointing = True
+
+
+def _rows(
+    kind: type,
+    run: Any,
+    parameters: dict[str, Tensor],
+    pieces: list[Tensor],
+    g: list[Tensor],
+    n: int,
+) -> dict[str, Tensor]:
+    """Of all examples at once if that is possible."""
+    fitted = lambda out, g: [y.to(x.dtype).reshape(x.shape) for x, y in zip(out, g)]
+
+    def of_one(pieces: list[Tensor], g: list[Tensor]) -> dict[str, Tensor]:
+        out, pull = torch.func.vjp(lambda p: run(p, pieces), parameters)
+        return pull(fitted(out, g))[0]
+
     if kind not in _LOOP:
         try:
             with warnings.catch_warnings():  # of operations that vmap does one by one
                 warnings.simplefilter("ignore")
-                return torch.func.vmap(rows_of, randomness="error")(pieces, g)
+                return torch.func.vmap(of_one, randomness="error")(pieces, g)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, NotImplementedError):
             # Its path depends on values, or an operation has no rule. The module itself is all
             # right, for it has just been called: what else is wrong, the loop will say.
             _LOOP.add(kind)
-    rows = [rows_of([x[b] for x in pieces], [y[b] for y in g]) for b in range(n)]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for b in range(n):
+        leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+        out = run(leaves, [x[b] for x in pieces])
+        pairs = [(x, y) for x, y in zip(out, fitted(out, [y[b] for y in g])) if x.requires_grad]
+        ends, ys = zip(*pairs) if pairs else ((), ())
+        own = torch.autograd.grad(ends, list(leaves.values()), ys, allow_unused=True)
+        for (name, p), row in zip(leaves.items(), own):
+            rows[name].append(torch.zeros_like(p) if row is None else row)
+    return {name: torch.stack(several) for name, several in rows.items()}
 
 
 def _places(
@@ -174,7 +209,9 @@ def _equal_places(y: Tensor, alone: list[Tensor], n: int, last: bool) -> list[Pl
     return [
         place
         for place in _possible(y, n, last)
-        if all(equal(a, y if place is None else _cut(y, place, n)[i]) for i, a in zip(examples, alone))
+        if all(
+            equal(a, y if place is None else _cut(y, place, n)[i]) for i, a in zip(examples, alone)
+        )
     ]
 
 
@@ -198,7 +235,9 @@ def _once(
         )
     ends = [x for x in out if x.requires_grad]
     ones = [torch.zeros_like(x) for x in ends]
-    found = torch.autograd.grad(ends, list(leaves.values()), ones, allow_unused=True) if ends else ()
+    found = (
+        torch.autograd.grad(ends, list(leaves.values()), ones, allow_unused=True) if ends else ()
+    )
     used = [k for k, g in zip(leaves, found) if g is not None]
     return [x.detach() for x in out], used
 

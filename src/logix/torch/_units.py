@@ -8,11 +8,13 @@ named after the first of them, to which all of them add.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -45,6 +47,10 @@ class Unit:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the gradient of one example, by layer."""
+        return dict(self._shapes)
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         out: dict[str, tuple[int, ...]] = {}
         own = own_parameters(self.module)
         for parameter, layer in self.layers.items():
@@ -56,6 +62,20 @@ class Unit:
             else:
                 out[layer] = shape
         return out
+
+    @functools.cached_property
+    def channels_first(self) -> bool:
+        """Whether the second axis is not that of positions."""
+        return isinstance(self.module, _ConvNd | nn.GroupNorm | _NormBase)
+
+    @functools.cached_property
+    def positions_first(self) -> bool:
+        """Whether the first axis is that of positions, and the second that of examples."""
+        return getattr(self.module, "batch_first", True) is False
+
+    @functools.cached_property
+    def looks_up(self) -> bool:
+        return self.how == "rule" and isinstance(self.module, nn.Embedding)
 
     def _is_plain_convolution(self) -> bool:
         return isinstance(self.module, _ConvNd) and self.module.groups == 1
@@ -80,9 +100,9 @@ def units(model: nn.Module, type_filter: Any = None, name_filter: Any = None) ->
     - `type_filter`: types, or words in the names of types ("Linear").
     - `name_filter`: words; a module's name must contain one of them.
     """
-    several = lambda x: [x] if isinstance(x, str | type) else list(x)
+    several: Any = lambda x: [x] if isinstance(x, str | type) else list(x)
     kinds = None if type_filter is None else several(type_filter)
-    words = None if name_filter is None else several(name_filter)
+    words: list[str] | None = None if name_filter is None else several(name_filter)
     model = inner(model)
     frozen = not any(p.requires_grad for p in model.parameters())
     found: dict[str, Unit] = {}
@@ -130,9 +150,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return own
 
 
-def _inside(
-    module: nn.Module, words: tuple[str, ...] | None
-) -> Iterator[tuple[str, nn.Parameter]]:
+def _inside(module: nn.Module, words: tuple[str, ...] | None) -> Iterator[tuple[str, nn.Parameter]]:
     for path, child in module.named_modules():
         if words is None or {path.rpartition(".")[2], own_type(child).__name__} & {*words}:
             yield from child.named_parameters(path)

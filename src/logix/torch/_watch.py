@@ -10,13 +10,17 @@ inputs and the gradients. So there are no hooks on the model, and
 - inputs are saved as autograd saves them: checkpointing frees and recomputes them, and changing one
   in place is an error instead of a wrong number.
 - the gradients of weights are not needed: a probe that has a gradient makes the outputs have one.
+
+One thing is changed: what is looked up once for all examples is repeated for each of them, so that
+their gradients are not summed before they are seen (`Spreader`). It has the same values.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
+import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -41,6 +45,7 @@ class Seen(NamedTuple):
 Sight = Callable[[Seen], None]
 _SIGHTS: dict[int, list[Sight]] = {}  # of each watched module, by the number it carries
 _OURS = ("logix_number", "logix_probe", "logix_place", "logix_forward")
+_KEPT: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # number, probe
 _numbers, _clock = itertools.count(), itertools.count()
 _classes: dict[tuple[type, bool, bool], type] = {}
 _spread = Spreader()
@@ -59,7 +64,7 @@ def watching(
     try:
         for name, module in modules.items():
             number = _watch(module, (batch, name), name in whole)
-            sight: Sight = lambda seen, name=name: see(name, seen)
+            sight = functools.partial(see, name)
             _SIGHTS.setdefault(number, []).append(sight)
             added.append((module, number, sight))
         yield
@@ -90,15 +95,17 @@ def own_type(module: nn.Module) -> type:
 def _watch(module: nn.Module, place: tuple[int, str], whole: bool) -> int:
     own = module.__dict__
     if "logix_number" not in own:
+        number, probe = _KEPT.get(module) or (torch.tensor(next(_numbers)), None)
         where = next((p.device for p in module.parameters()), torch.device("cpu"))
+        if probe is None or probe.device != where:
+            probe = torch.zeros((), device=where, requires_grad=True)
         # Tensors: with an int, a block that is compiled once for all layers would be compiled anew
         # for each of them. Not buffers: the state dict stays what it is.
-        own["logix_number"] = torch.tensor(next(_numbers))
-        own["logix_probe"] = torch.zeros((), device=where, requires_grad=True)
-        own["logix_place"] = place
+        own["logix_number"], own["logix_probe"], own["logix_place"] = number, probe, place
+        _KEPT[module] = number, probe
         if "forward" in own:  # someone has put another function in place of the type's
             own["logix_forward"] = own.pop("forward")
-        module.__class__ = _watched_class(type(module), whole, "logix_forward" in own)
+        _turn_into(module, _watched_class(type(module), whole, "logix_forward" in own))
     return int(own["logix_number"])
 
 
@@ -107,9 +114,14 @@ def _unwatch(module: nn.Module) -> None:
     del _SIGHTS[int(own["logix_number"])]
     if "logix_forward" in own:
         own["forward"] = own["logix_forward"]
-    module.__class__ = own_type(module)
+    _turn_into(module, own_type(module))
+    own["logix_probe"].grad = None
     for name in _OURS:
         own.pop(name, None)
+
+
+def _turn_into(module: nn.Module, kind: type) -> None:
+    object.__setattr__(module, "__class__", kind)  # a module's own __setattr__ is slower
 
 
 def _watched_class(kind: Any, whole: bool, replaced: bool) -> type:
@@ -156,9 +168,10 @@ def _watched_class(kind: Any, whole: bool, replaced: bool) -> type:
 def _derived(kind: Any, forward: Any) -> type:
     def reduce(self: Any, protocol: Any) -> Any:
         """A copy is not watched."""
-        make, args, state, *rest = kind.__reduce_ex__(self, protocol)
-        state = {k: v for k, v in state.items() if k not in _OURS}
-        return copyreg.__newobj__, (kind,), state, *rest  # type: ignore[attr-defined]
+        state = {k: v for k, v in self.__dict__.items() if k not in _OURS}
+        if "logix_forward" in self.__dict__:
+            state["forward"] = self.logix_forward
+        return object.__new__, (kind,), state
 
     content = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
     return type(kind)(kind.__name__, (kind,), content)
@@ -212,8 +225,13 @@ def _without_tensors(arguments: Any) -> Any:
 
 def _see(number: int, seen: Seen) -> None:
     _spread.size = None  # what is called next belongs to another pass
-    with torch.no_grad(), torch.autocast(seen.gradients[0].device.type, enabled=False):
-        for sight in list(_SIGHTS.get(number, ())):
+    sights, kind = list(_SIGHTS.get(number, ())), seen.gradients[0].device.type
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(kind):
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            for sight in sights:
+                sight(seen)
+    else:  # as it is nearly always, and quicker
+        for sight in sights:
             sight(seen)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from .._array import to_numpy
+from .._ids import content_ids
 from ._arguments import DATA_ID, LogIXArguments
-from ._array import to_numpy
-from ._ids import content_ids
 
 
 class Collate:

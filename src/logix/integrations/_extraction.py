@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from .._result import Influence
+from .._run import LogIX
+from .._scheduler import LogIXScheduler
 from ._arguments import LogIXArguments
-from ._result import Influence
-from ._run import LogIX
-from ._scheduler import LogIXScheduler
 
 Step = Callable[[list[Any], Any, Callable[[], None]], None]
 Pass = Callable[[Step], None]

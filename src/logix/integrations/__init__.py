@@ -1,0 +1,1 @@
+"""What the patched trainers of other libraries share (`logix.huggingface`, `logix.lightning`)."""
