@@ -151,6 +151,20 @@ def test_a_tensor_is_kept_as_it_was(problem):
     close(run.get_log()[1]["h"]["forward"], want)
 
 
+def test_gradients_of_a_watched_tensor_are_not_scaled(problem):
+    model, x = problem
+    run = logix.LogIX("run")
+    run.setup({"log": ["grad", "backward"]})
+    run.watch(model)
+    want, model.run = sides(model, x[:2])["h"][1], run
+    with run(data_id=[0, 1]):
+        loss = model(x[:2]).square().sum()
+        torch.amp.GradScaler("cpu", init_scale=1024.0).scale(loss).backward()
+    logs = run.get_log()[1]
+    close(logs["h"]["backward"], want)
+    close(logs["a"]["backward"], want)
+
+
 def test_tensors_that_do_not_fit_are_named(problem):
     model, x = problem
     run = logix.LogIX("run")

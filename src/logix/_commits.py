@@ -166,7 +166,7 @@ class Part:
             for k, _, _ in self.appends(start, stop):
                 self.check(k)
         size = self.row_bytes
-        return self._view(start * size, stop * size).reshape(stop - start, size)
+        return self.view(start * size, stop * size).reshape(stop - start, size)
 
     def is_checked(self, start: int, stop: int) -> bool:
         first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
@@ -200,7 +200,7 @@ class Part:
         """Bytes of the rows: of the map, which brings its pages into memory, or read."""
         if self.keep:
             for lo in range(at, end, CHUNK):
-                yield self._view(lo, min(lo + CHUNK, end)).data
+                yield self.view(lo, min(lo + CHUNK, end)).data
             return
         scratch = memoryview(bytearray(min(CHUNK, end - at)))
         with open(self.paths["rows"], "rb", buffering=0) as file:
@@ -209,7 +209,7 @@ class Part:
                 yield scratch[:got]
                 at += got
 
-    def _view(self, start: int, stop: int) -> np.ndarray:
+    def view(self, start: int, stop: int) -> np.ndarray:
         if not self.keep:
             return map_bytes(self.paths["rows"], start, stop)
         if self._whole is None:
