@@ -773,3 +773,15 @@ def test_select_damping_finds_the_best():
     assert abs(np.log(best.relative / 0.03)) < 0.3
     assert tried[best.relative] == max(tried.values())
     assert len(tried) > 6
+
+
+def test_places_that_only_fill_up_do_not_count():
+    """An expert sees another number of tokens of each example."""
+    rng = np.random.default_rng(0)
+    a, g = rng.standard_normal((3, 4, 5)), rng.standard_normal((3, 4, 2))
+    real = np.arange(4) < np.array([[1], [4], [0]])
+    a, g = a * real[..., None], g * real[..., None]
+    found = _statistics.finalize(_statistics.update({}, [Outer("e", a, g, real)], ["kfac"]))["e"]
+    rows = a[real]
+    np.testing.assert_allclose(found["right"], rows.T @ rows / 5)
+    np.testing.assert_allclose(found["left"], g[real].T @ g[real] / 3)

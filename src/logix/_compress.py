@@ -125,7 +125,7 @@ class Projector:
         with precise(record.g):
             if isinstance(record, Outer):
                 right = self._side(layer, "right", record.a)
-                return Outer(name, right, self._side(layer, "left", record.g))
+                return Outer(name, right, self._side(layer, "left", record.g), record.real)
             right = self._side(layer, "right", record.g)
             if record.rows <= self.settings.rank:
                 return Lookup(name, record.i, right, record.rows)

@@ -21,11 +21,16 @@ from ._array import Array, add_rows, as_float, like, namespace
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """`a`: (B, T, in), `g`: (B, T, out)."""
+    """`a`: (B, T, in), `g`: (B, T, out).
+
+    `real`: (B, T), the places that are not there only to make all examples equally long. None: all
+    that the batch's mask does not leave out.
+    """
 
     layer: str
     a: Array
     g: Array
+    real: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,7 +111,8 @@ def cut(record: Record, some: slice) -> Record:
         return changed(record, value=record.value[some])
     if isinstance(record, Lookup):
         return changed(record, i=record.i[some], g=record.g[some])
-    return changed(record, a=record.a[some], g=record.g[some])
+    real = None if record.real is None else record.real[some]
+    return changed(record, a=record.a[some], g=record.g[some], real=real)
 
 
 def rotated(record: Record, left: Array | None, right: Array | None) -> Record:

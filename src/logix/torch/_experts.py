@@ -57,9 +57,10 @@ def records(
             a = module._apply_gate(h) if module.has_gate else module.act_fn(h)
         (g_h,) = torch.autograd.grad(a, h, (g_y.to(down.dtype) @ down).to(a.dtype))
         rows = [_by_example(t, example[token], n) for t in (x[token], g_h, a.detach(), g_y)]
+        real = _by_example(x.new_ones((len(token), 1)), example[token], n)[..., 0] != 0
         for name, (left, right) in {first: (rows[1], rows[0]), "down_proj": rows[3:1:-1]}.items():
             sides = (left, right) if module.is_transposed else (right, left)
-            out.setdefault(name, []).append(Outer("", *sides))
+            out.setdefault(name, []).append(Outer("", *sides, real))
             if module.has_bias:
                 wide = left.sum(1, dtype=torch.promote_types(left.dtype, torch.float32))
                 out.setdefault(f"{name}_bias", []).append(Whole("", wide))

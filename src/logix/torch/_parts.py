@@ -37,7 +37,7 @@ def together(layer: str, parts: list[Part], n: int) -> Record:
     join = lambda name: torch.cat([_padded(getattr(r, name), longest) for r in joined])
     if isinstance(joined[0], Lookup):
         return Lookup(layer, join("i"), join("g"), joined[0].rows)
-    return Outer(layer, join("a"), join("g"))
+    return Outer(layer, join("a"), join("g"), None if joined[0].real is None else join("real"))
 
 
 def _in_order(parts: list[Part]) -> list[Part]:
@@ -85,7 +85,7 @@ def _side_by_side(calls: list[Any]) -> Any:
     join = lambda part: torch.cat([getattr(r, part) for r in calls], 1)
     if isinstance(first, Lookup):
         return Lookup(first.layer, join("i"), join("g"), first.rows)
-    return Outer(first.layer, join("a"), join("g"))
+    return Outer(first.layer, join("a"), join("g"), None if first.real is None else join("real"))
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
