@@ -23,8 +23,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from logix._influence import scores
-from logix._rowtypes import block_bytes
-from logix._store import RowStore, RowWriter
+from logix.store._rowtypes import block_bytes
+from logix.store._writer import RowStore, RowWriter
 
 Row = tuple[str, str, str, bool | None]
 N, D, Q, APPEND, ALLOWED = 16_384, 16_384, 16, 64, 256 << 20

@@ -25,7 +25,7 @@ for name in ("OPENBLAS", "OMP", "MKL"):
 import numpy as np  # noqa: E402
 
 from logix._influence import _beside, scores  # noqa: E402
-from logix._store import RowStore, RowWriter  # noqa: E402
+from logix.store._writer import RowStore, RowWriter  # noqa: E402
 
 Row = tuple[str, str, str, bool | None]
 APPEND = 16  # rows that are saved at once: a batch
@@ -122,7 +122,7 @@ def gpu(rows: int, dim: int, queries: int, folder: str | None, dtype: str) -> It
             detail += f" of the floor; first {rows * queries / times[0] / 1e6:.2f} M)"
             yield f"GPU, from the store, {dtype}, {what}", detail, "≥ 2 M", rate >= 2e6
         for workers in (4, 8, 16):
-            from logix._readahead import ahead
+            from logix.store._readahead import ahead
 
             start = time.perf_counter()
             for _, block in ahead(RowStore(path), device=device, workers=workers):

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import logix  # noqa: E402
+from _loxio import Damaged  # noqa: E402
 from logix import _outbox  # noqa: E402
 
 N, B, T = 12, 4, 3
@@ -442,3 +443,41 @@ def test_a_slow_disk_gets_all_rows_in_order(tmp_path, monkeypatch, block, waitin
     np.testing.assert_array_equal(run.store().rows(), x.numpy())
     rows = min(7, max(1, block // 24))
     assert max(made) <= max(2, waiting // (24 * min(rows, min(sizes))))
+
+
+def test_a_second_pass_writes_only_what_it_changed(tmp_path, problem):
+    """The first pass of EK-FAC may have taken gigabytes."""
+    model, x = problem
+    run = make(tmp_path, model, {"statistic": "ekfac"})
+    once = lambda: (go(run, model, x), run.finalize())
+    once()
+    first, second = tmp_path / "run" / "statistics.npz", tmp_path / "run" / "eigen.npz"
+    before = first.stat().st_mtime_ns, first.read_bytes()
+    assert not second.exists()
+    once()
+    assert (first.stat().st_mtime_ns, first.read_bytes()) == before
+    again = logix.LogIX("run", {"root_dir": str(tmp_path)})
+    again.initialize_from_log()
+    for layer, stats in run.statistics.items():
+        assert set(again.statistics[layer]) == set(stats)
+        for name, value in stats.items():
+            np.testing.assert_array_equal(np.asarray(again.statistics[layer][name]), value)
+    eigen = second.read_bytes()
+    run.setup({"statistic": ["kfac", "ekfac"]})
+    once()  # both change now, and fit each other
+    logix.LogIX("run", {"root_dir": str(tmp_path)}).initialize_from_log()
+    assert first.read_bytes() != before[1]
+    second.write_bytes(eigen)  # that of before
+    with pytest.raises(Damaged, match="other eigenvectors"):
+        logix.LogIX("run", {"root_dir": str(tmp_path)}).initialize_from_log()
+
+
+def test_rows_of_a_table_are_not_rounded(tmp_path):
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(6, 2))
+    config = {"root_dir": str(tmp_path), "logging": {"log_dtype": "bfloat16"}}
+    run = logix.LogIX("run", config)
+    run.setup({"save": ["grad", "forward"]})
+    run.watch(model)
+    with pytest.raises(ValueError, match="rows of a table, which bfloat16 would round"):
+        with run([0, 1]):
+            model(torch.randint(0, 7, (2, 2))).sum().backward()

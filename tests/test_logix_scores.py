@@ -24,11 +24,11 @@ from logix._array import to_numpy
 from logix._compress import flatten, gradients, layout
 from logix._influence import scores
 from logix._loader import LogDataset, LogLoader
-from logix._readahead import ahead, plan
 from logix._record import Lookup, Outer, Whole
 from logix._result import All, Influence, Top, best_columns
-from logix._rowtypes import DTYPES
-from logix._store import RowStore, RowWriter
+from logix.store._readahead import ahead, plan
+from logix.store._rowtypes import DTYPES
+from logix.store._writer import RowStore, RowWriter
 
 B, T, N, Q = 5, 4, 23, 3
 TOLERANCE = dict(rtol=2e-3, atol=2e-3)
@@ -338,7 +338,7 @@ def test_with_little_memory(tmp_path):
 def with_little_memory(path):
     import resource
 
-    from logix._rowtypes import block_bytes
+    from logix.store._rowtypes import block_bytes
 
     query = rows_of(5, Q)
     with open("/proc/self/statm") as file:

@@ -25,11 +25,11 @@ import numpy as np
 import pytest
 
 from _loxio import Damaged
-from logix._ids import as_ids, content_ids, decode_ids, encode_ids
-from logix._rowtypes import DTYPES, RowType
-from logix._store import RowStore, RowWriter
-from logix._verify import verify
 from logix.cli import main as cli
+from logix.store._ids import as_ids, content_ids, decode_ids, encode_ids
+from logix.store._reader import verify
+from logix.store._rowtypes import DTYPES, RowType
+from logix.store._writer import RowStore, RowWriter
 
 KILLS = int(os.environ.get("LOX_KILLS", "60"))
 LAYOUT = [{"name": "a", "shape": (2, 2), "offset": 0}, {"name": "b", "shape": [3], "offset": 4}]

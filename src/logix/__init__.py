@@ -45,13 +45,19 @@ def _run() -> LogIX:
     return _current
 
 
+class NoRun(RuntimeError, AttributeError):
+    """A function of the module was used before `init`."""
+
+
 class _Module(types.ModuleType):
     """The module as a run: `logix.setup(…)`, `logix.influence`, `with logix(data_id=…):`."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not (hasattr(LogIX, name) or name == "influence"):
             raise AttributeError(f"module 'logix' has no attribute {name!r}")
-        return getattr(_run(), name)
+        if _current is None:
+            raise NoRun(f"logix.{name}: there is no run yet. Call logix.init(project=…) first.")
+        return getattr(_current, name)
 
     def __call__(self, data_id: Any, mask: Any = None, **how: Any) -> Any:
         return _run()(data_id, mask, **how)

@@ -13,7 +13,7 @@ from ._analysis import Analysis
 from ._compress import Layout
 from ._loader import LogDataset, LogLoader
 from ._saved import Saved
-from ._store import RowStore
+from .store._writer import RowStore
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 

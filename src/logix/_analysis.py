@@ -17,9 +17,9 @@ from ._influence import Influence, gpu_of, scores, self_influence, token_shares
 from ._loader import Layers, Log, listed, log_gradients, log_rows
 from ._precondition import KINDS, Preconditioner, auto, prepare
 from ._progress import progress
-from ._readahead import ahead
 from ._record import Record
-from ._verify import RowStore
+from .store._readahead import ahead
+from .store._reader import RowStore
 
 HESSIANS = ("auto", *KINDS)
 

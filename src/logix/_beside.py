@@ -1,5 +1,8 @@
 """The files beside a run's rows: sums of statistics, and how gradients were compressed.
 
+Sums of EK-FAC have a file of their own: a second pass over the data adds to them alone, and what
+the first one has found (gigabytes, for a language model) is not written again.
+
 Arrays are npz, with a checksum of all of them among them: those of its members say nothing of their
 names and number, and NumPy does not come to them if a changed header announces fewer bytes. All
 files are written by rename, whole or not at all.
@@ -7,6 +10,7 @@ files are written by rename, whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 from collections.abc import Mapping
@@ -20,18 +24,22 @@ from _loxio import Damaged, read_small, write_small
 from . import _statistics
 from ._array import to_numpy
 from ._compress import Compression, Projector
-from ._verify import read_manifest
+from .store._reader import read_manifest
 
-STATISTICS, PROJECTIONS = "statistics.npz", "projections.npz"
+STATISTICS, EIGEN, PROJECTIONS = "statistics.npz", "eigen.npz", "projections.npz"
 ROWS, COMPRESSION = "rows", "compression.json"
 CHECK = "xxh3"
 State = Mapping[str, Mapping[str, Any]]
+SECOND, _OF = ("eigen", "eigen_n"), "of"  # what EK-FAC sums in its second pass
 
 
-def save(file: str, arrays: State) -> None:
-    """Arrays to a file, `{layer: {name: array}}`."""
-    check = {CHECK: np.uint64(_checksum(arrays))}
-    _statistics.save({**arrays, "": {**arrays.get("", {}), **check}}, file)
+def save(file: str, arrays: State) -> int:
+    """Arrays to a file, `{layer: {name: array}}`. Returns their checksum."""
+    arrays = {layer: {n: to_numpy(x) for n, x in own.items()} for layer, own in arrays.items()}
+    check = _checksum(arrays)
+    own = {**arrays.get("", {}), CHECK: np.uint64(check)}
+    _statistics.save({**arrays, "": own}, file)
+    return check
 
 
 def load(file: str) -> dict[str, dict[str, Any]]:
@@ -109,8 +117,11 @@ def fingerprint(how: Projector) -> dict[str, Any]:
     return found
 
 
-def save_statistics(path: str, statistics: State) -> None:
-    """Sums, if they are finite."""
+def save_statistics(path: str, statistics: State, before: int | None = None) -> int:
+    """Sums, if they are finite. Returns the checksum of those of the first pass.
+
+    `before`: their checksum, if they are as they were when they were written.
+    """
     for layer, stats in statistics.items():
         for name, x in stats.items():
             if not bool((x - x == 0).all()):
@@ -119,4 +130,38 @@ def save_statistics(path: str, statistics: State) -> None:
                     "batch had gradients that are not finite. Nothing was saved over the earlier "
                     "statistics. clear() forgets them, to go over the data again."
                 )
-    save(os.path.join(path, STATISTICS), statistics)
+    eigen = {k: {n: x for n, x in own.items() if n in SECOND} for k, own in statistics.items()}
+    first = {k: {n: x for n, x in own.items() if n not in SECOND} for k, own in statistics.items()}
+    file, second = os.path.join(path, STATISTICS), os.path.join(path, EIGEN)
+    if before is None or not os.path.exists(file):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(second)  # in other eigenvectors
+        before = save(file, first)
+    if any(eigen.values()):
+        save(second, {**eigen, _OF: {_OF: np.uint64(before)}})
+    return before
+
+
+def load_statistics(path: str) -> dict[str, dict[str, Any]]:
+    """What `save_statistics` has written."""
+    file = os.path.join(path, STATISTICS)
+    found, second = load(file), os.path.join(path, EIGEN)
+    if os.path.exists(second):
+        eigen = load(second)
+        if int(eigen.pop(_OF)[_OF]) != _checksum(found):
+            raise Damaged(f"{second} does not belong to {file}: it is in other eigenvectors")
+        for layer, own in eigen.items():
+            found.setdefault(layer, {}).update(own)
+    return found
+
+
+def damage_beside(path: str) -> list[str]:
+    """What is wrong with the files beside the rows of the run at a path."""
+    found = []
+    for read, file in ((load_statistics, STATISTICS), (load_compression, COMPRESSION)):
+        if os.path.exists(os.path.join(path, file)):
+            try:
+                read(path)
+            except (Damaged, FileNotFoundError) as error:
+                found.append(str(error))
+    return found

@@ -23,11 +23,11 @@ import numpy as np
 from ._array import Array, as_float, like, namespace, precise, to_numpy
 from ._compress import Layout
 from ._precondition import Preconditioner
-from ._readahead import ahead
 from ._record import Lookup, Record, Whole
 from ._result import All, Top
 from ._result import Influence as Influence
-from ._verify import RowStore
+from .store._readahead import ahead
+from .store._reader import RowStore
 
 Blocks = Iterable[tuple[Sequence[Any], Array]]  # ids, rows (n, D)
 MODES = ("dot", "cosine", "l2")

@@ -19,7 +19,7 @@ import numpy as np
 
 from ._array import Array, to_numpy
 from ._compress import Layout, flatten, layout
-from ._verify import RowStore
+from .store._reader import RowStore
 
 Log = tuple[Sequence[Any], Any]  # ids, {layer: {"grad": (B, …)}} or rows (B, D)
 
@@ -63,7 +63,7 @@ class LogLoader:
     """All of a store in batches, in its order.
 
     >>> import tempfile, numpy as np
-    >>> from logix._store import RowStore, RowWriter
+    >>> from logix.store import RowStore, RowWriter
     >>> path = tempfile.mkdtemp()
     >>> with RowWriter(path, [dict(name="fc", shape=(2, 3), offset=0)]) as writer:
     ...     writer.append(["a", "b", "c"], np.ones((3, 6)))

@@ -24,7 +24,7 @@ import numpy as np
 
 from ._array import namespace
 from ._rows import Entry, fill, sample
-from ._store import RowWriter
+from .store._writer import RowWriter
 
 BLOCK = 1 << 23  # bytes that are filled, hashed and written at a time: they stay in the cache
 _STOP = None

@@ -17,6 +17,7 @@ from typing import Any
 from . import _statistics
 from ._analysing import Analysing
 from ._analysis import Analysis
+from ._beside import SECOND, load_compression
 from ._compress import Compression, Projector
 from ._config import read_config
 from ._record import Record
@@ -85,6 +86,7 @@ class LogIX(Watching, Analysing):
         # Statistics of the passes before, of all processes; of this pass, of this process.
         self._earlier: dict[str, dict[str, Any]] = {}
         self._fresh: dict[str, dict[str, Any]] = {}
+        self._written: Any = None  # what is on the disk of `_earlier`
         self.influence = Analysis(self)
         self._open: Any = None
         self._logging = True
@@ -156,9 +158,7 @@ class LogIX(Watching, Analysing):
         with batch(*about) as capture:
             yield
         records = capture.records()
-        self._take(
-            ids, records, self._activations(len(ids), mask, capture._scale), mask, self._save
-        )
+        self._take(ids, records, self._activations(len(ids), mask, capture.scale), mask, self._save)
 
     log = __call__
 
@@ -247,13 +247,16 @@ class LogIX(Watching, Analysing):
     def finalize(self) -> None:
         """End a pass over the data: rows and statistics are on the disk, of all processes."""
         fresh, self._fresh = self._saved.finish(self._fresh), {}
+        names = {name for stats in fresh.values() for name in stats}
+        second = self._earlier is self._written and names <= {*SECOND, *_statistics.BASES}
         self._earlier = _statistics.merge(self._earlier, fresh)
         if "ekfac" in self.settings.statistics and not self._has_bases():
             self._earlier = self._saved.same(_statistics.with_bases(self._earlier))
         if cut := set(_statistics.diagonal_sides(self._earlier)) - self._told:
             self._tell(f"only the diagonal of the covariance is kept of {', '.join(sorted(cut))}")
             self._told |= cut
-        self._saved.write(self._earlier, self.compression)
+        self._saved.write(self._earlier, self.compression, second)
+        self._written = self._earlier
 
     def close(self) -> None:
         """End the run where it is: rows are on the disk, statistics of this pass are forgotten."""
@@ -272,7 +275,7 @@ class LogIX(Watching, Analysing):
         """
         self._forget()
         self._earlier = self._saved.statistics(state_path)
-        self.compression = self._saved.projector(lora_path or state_path)
+        self.compression = load_compression(lora_path or state_path or self.path)
 
 
 class _GivenUp(BaseException):

@@ -1,7 +1,8 @@
 """What a run has on the disk: its rows, its statistics, its projections.
 
-PROJECT/rows                a row store (see `_verify`), written by all processes of the run
+PROJECT/rows                a row store (see `store`), written by all processes of the run
 PROJECT/statistics.npz      sums over all of them
+PROJECT/eigen.npz           those of EK-FAC's second pass
 PROJECT/projections.npz     of a PCA; random projections are made again from their seed
 PROJECT/compression.json    how gradients were compressed: there before the first row
 """
@@ -20,13 +21,14 @@ from _loxio import Damaged
 from . import _statistics
 from ._beside import (
     COMPRESSION,
+    EIGEN,
     PROJECTIONS,
     ROWS,
     STATISTICS,
     fingerprint,
     has_arrays,
-    load,
     load_compression,
+    load_statistics,
     save_compression,
     save_statistics,
     saved_pca,
@@ -34,9 +36,10 @@ from ._beside import (
 from ._compress import Compression, Projector
 from ._config import LoggingConfig
 from ._outbox import Outbox
+from ._record import Lookup
 from ._rows import Entry, Logged, arrays, difference, entries, some
-from ._rowtypes import RowType
-from ._store import RowStore, RowWriter, clear
+from .store._rowtypes import RowType
+from .store._writer import RowStore, RowWriter, clear
 
 # Passes that were ended at a path: a number that all processes have alike.
 _passes: Counter[str] = Counter()
@@ -57,6 +60,7 @@ class Saved:
         self._compression: Projector | None = None
         self._replaces = bool(how["overwrite"])  # the files beside the rows, until it is done
         self._has_rows = False  # this run has written rows, in any of its processes
+        self._first: int | None = None  # the checksum of what a first pass has summed
         self._own_statistics = False  # those on the disk were read or written by this run
 
     @property
@@ -88,6 +92,12 @@ class Saved:
             for x in arrays(record).values():
                 if len(x) != len(ids):
                     raise ValueError(f"{len(ids)} ids for a batch of {len(x)} in {record.layer!r}")
+        tables = [r.layer for r in logged if isinstance(r, Lookup)] if "forward" in kinds else []
+        if tables and self.logging.dtype != "float32":
+            raise ValueError(
+                f"what goes into {tables[0]!r} are rows of a table, which {self.logging.dtype} "
+                'would round. Use log_dtype="float32", or leave it out with name_filter.'
+            )
         if self._outbox is None:
             self._outbox = self._open(layout, how)
             self._layout, self._compression = layout, how
@@ -138,7 +148,9 @@ class Saved:
     def _replace(self) -> None:
         """What is beside the rows of the run that is overwritten goes, once."""
         if self._replaces and self.rank == 0:
-            self._remove(STATISTICS, PROJECTIONS, COMPRESSION)
+            self._remove(EIGEN, STATISTICS, PROJECTIONS, COMPRESSION)
+        # The first process may not have come to it yet: what is there may be replaced all the same.
+        self._own_statistics |= self._replaces
         self._replaces = False
 
     def _describe(self, how: Projector) -> None:
@@ -148,7 +160,7 @@ class Saved:
         except (FileNotFoundError, Damaged):
             same = False
         if self.rank == 0 and not same:
-            self._remove(STATISTICS)  # those of a pass before, of other gradients
+            self._remove(EIGEN, STATISTICS)  # those of a pass before, of other gradients
         save_compression(self.path, how)
 
     def _remove(self, *names: str) -> None:
@@ -222,12 +234,15 @@ class Saved:
         group = _group()
         return statistics if group is None else group.spread(statistics, _statistics.BASES)
 
-    def write(self, statistics: Any, how: Projector) -> None:
-        """Statistics and compression to the disk, by the first process."""
+    def write(self, statistics: Any, how: Projector, second: bool = False) -> None:
+        """Statistics and compression to the disk, by the first process.
+
+        `second`: since they were written last, only sums of EK-FAC's second pass have changed.
+        """
         group, problem = _group(), None
         try:
             if self.rank == 0:
-                self._write(statistics, how)
+                self._write(statistics, how, second)
         except Exception as error:
             if group is None:
                 raise
@@ -241,7 +256,7 @@ class Saved:
         self._replaces = False
         self._own_statistics |= bool(statistics)
 
-    def _write(self, statistics: Any, how: Projector) -> None:
+    def _write(self, statistics: Any, how: Projector, second: bool) -> None:
         if not statistics and not self._has_rows:
             return  # what is there is of another run
         os.makedirs(self.path, exist_ok=True)
@@ -249,7 +264,8 @@ class Saved:
         rows = os.path.join(self.path, ROWS)
         if self._how["overwrite"] and not self._has_rows and os.path.isdir(rows):
             clear(rows)  # statistics beside them would be of another run
-        save_statistics(self.path, statistics)
+        before = self._first if second else None
+        self._first = save_statistics(self.path, statistics, before)
         save_compression(self.path, how)
 
     def statistics(self, path: str | None = None) -> Any:
@@ -261,11 +277,7 @@ class Saved:
                 'after setup({"statistic": …}).'
             )
         self._own_statistics |= os.path.abspath(path or self.path) == os.path.abspath(self.path)
-        return load(file)
-
-    def projector(self, path: str | None = None) -> Projector:
-        """The compression of what was saved."""
-        return load_compression(path or self.path)
+        return load_statistics(path or self.path)
 
     def earlier_pca(self, settings: Compression) -> Projector | None:
         """That of the rows which are continued: one made anew might differ in its last bits."""

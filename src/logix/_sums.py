@@ -99,9 +99,8 @@ class Real:
     def __call__(self, record: Outer | Lookup) -> tuple[Array | None, Any]:
         """The mask at the record's places (None: all count), and how many count."""
         b, places = record.g.shape[:2]
-        if isinstance(record, Outer) and record.real is not None:
-            count = record.real.sum()
-            return record.real, count if is_traced(count) else int(count)
+        if isinstance(record, Outer) and (own := record.real) is not None:
+            return own, own.sum() if is_traced(own) else int(own.sum())
         mask = self.mask
         if mask is None or len(mask) != b or not mask.shape[1] or places % mask.shape[1]:
             return None, b * places  # places of its own: pooled ones, or those of an image

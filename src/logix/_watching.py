@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _statistics
+from ._beside import load_compression
 from ._compress import Compression, Projector
 from ._config import Config, LoRAConfig, read_section
 from ._rows import Activation
@@ -50,14 +51,14 @@ class Watching:
         """Choose the layers of a model: all with trained parameters, or those the filters name.
 
         It prints what that covers, and how large a row is. With `strict`, a trained parameter that
-        is not covered is an error.
+        is not covered, or shared with a layer that is not watched, is an error.
         """
         from .torch._coverage import coverage
         from .torch._units import units
 
         found = units(model, type_filter, name_filter)
         covered = coverage(model, found)
-        if strict and covered.missing:
+        if strict and (covered.missing or covered.halved):
             raise ValueError(f"watch(strict=True) covers {covered}")
         if not found:
             raise ValueError(
@@ -144,7 +145,7 @@ class Watching:
         single = {k: v for k, v in dict(rank=rank, init=init, seed=seed).items() if v is not None}
         settings = dataclasses.replace(chosen, **single).compression()
         if lora_path is not None:
-            self.compression = self._saved.projector(lora_path)
+            self.compression = load_compression(lora_path)
         elif settings.init == "pca" and (earlier := self._saved.earlier_pca(settings)) is not None:
             self.compression = earlier
         elif settings.init == "pca":

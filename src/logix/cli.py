@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from _loxio import Damaged
 
-from ._verify import MANIFEST, RowStore, read_manifest, verify, writer_numbers, writer_state
+from ._beside import damage_beside
+from .store._reader import MANIFEST, RowStore, read_manifest, verify, writer_numbers, writer_state
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     """Read all of a store and compare it with its checksums."""
+    run = args.path if _store_of(args.path) != args.path else None
     args.path = _store_of(args.path)
     report = verify(args.path, check=not args.quick)
+    if run is not None and not args.quick:
+        report.damage += damage_beside(run)
     for found in report.damage:
         print(found)
     torn = f", {_size(report.torn)} of an unfinished append" if report.torn else ""

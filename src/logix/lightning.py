@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from ._array import to_numpy
-from ._ids import content_ids
 from ._result import Influence
 from ._run import LogIX
 from .integrations._arguments import LogIXArguments as LogIXArguments
 from .integrations._extraction import Extraction, LogReport, Pass, Step, untouched
 from .integrations._losses import SummedLosses, check_sum
+from .store._ids import content_ids
 
 
 def patch(

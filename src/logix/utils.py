@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._array import namespace, to_numpy
-from ._ids import as_ids, content_ids
+from .store._ids import as_ids, content_ids
 
 MODES = ("hash", "index")
 

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._ids import DUPLICATES
 from .._influence import MODES
 from .._rows import KINDS
 from .._scheduler import HESSIAN, LORA
+from ..store._ids import DUPLICATES
 
 SAVE = ("none", *KINDS)
 DATA_ID = ("detokenize", "hash", "index")

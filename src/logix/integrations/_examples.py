@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .._array import to_numpy
-from .._ids import content_ids
+from ..store._ids import content_ids
 from ._arguments import DATA_ID, LogIXArguments
 
 

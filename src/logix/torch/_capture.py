@@ -49,7 +49,7 @@ class Capture:
         self.units, self.batch, self.compress = units, batch, compress
         self._passes = Passes(batch, None if mask is None else mask != 0)
         self._found: dict[tuple[str, str], list[Part]] = {}  # by unit and layer
-        self._scale: Tensor | None = None
+        self.scale: Tensor | None = None  # of a GradScaler, by which the loss was multiplied
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -64,12 +64,12 @@ class Capture:
             yield
 
     def _note_scale(self, scale: Tensor) -> None:
-        self._scale = scale
+        self.scale = scale
 
     def _see(self, name: str, seen: Seen) -> None:
         unit, grads = self.units[name], seen.gradients
-        if self._scale is not None:  # the loss was multiplied by it, to keep float16 in range
-            grads = [wide(g) / self._scale for g in grads]
+        if self.scale is not None:
+            grads = [wide(g) / self.scale for g in grads]
             seen = seen._replace(gradients=grads)
         try:
             for layer, record in self._records(unit, seen):

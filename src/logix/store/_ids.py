@@ -171,7 +171,7 @@ def content_ids(batch: Any) -> list[str]:
     content: pad to a fixed length, or leave padded parts out.
 
     >>> import numpy as np
-    >>> from logix._ids import content_ids
+    >>> from logix.store._ids import content_ids
     >>> x = np.arange(6.0).reshape(3, 2)
     >>> content_ids(x)[1:] == content_ids(x[1:])
     True

@@ -21,12 +21,12 @@ import xxhash
 
 from _loxio import Damaged
 
-from ._array import Array
+from .._array import Array
 from ._commits import CHUNK, COUNT, ROWS_XXH3, Part
 from ._ids import Id
+from ._reader import RowStore
 from ._rings import Buffer, DeviceRing, HostRing
 from ._rowtypes import RowType, block_rows, mappable
-from ._verify import RowStore
 
 Pieces = list[tuple[Part, int, int]]  # parts, with the first of their rows and one after the last
 _JOB = 4 << 20  # bytes that one thread reads at a time, or an append if that is larger

@@ -1,4 +1,4 @@
-"""Writing a row store (`_verify` reads it): rows with ids, by one or several processes.
+"""Writing a row store (`_reader` reads it): rows with ids, by one or several processes.
 
 When `append` returns, its rows are with the operating system and outlive the process; they are on
 the disk after `flush` and `close`, and by the first append that comes `sync_every` seconds later.
@@ -23,8 +23,7 @@ from _loxio import Damaged, exclusive, hold, is_held, write_small
 
 from ._commits import PartWriter, recover
 from ._ids import Id, Known, as_ids, encode_ids
-from ._rowtypes import RowType
-from ._verify import (
+from ._reader import (
     FORMAT,
     KIND,
     MANIFEST,
@@ -36,7 +35,8 @@ from ._verify import (
     writer_file,
     writer_numbers,
 )
-from ._verify import RowStore as RowStore
+from ._reader import RowStore as RowStore
+from ._rowtypes import RowType
 
 
 def row_size(layout: Sequence[dict[str, Any]]) -> int:

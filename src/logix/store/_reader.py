@@ -21,9 +21,9 @@ import numpy as np
 
 from _loxio import Damaged, is_held, read_small
 
+from .._progress import progress
 from ._commits import Part
 from ._ids import DUPLICATES, Id, as_id, stretches
-from ._progress import progress
 from ._rowtypes import RowType, block_rows, mappable
 
 MANIFEST, KIND, FORMAT = "manifest.json", "logix rows", 1
