@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from ._commits import CHUNK, COUNT, ROWS_XXH3, Part
 from ._ids import Id
 from ._reader import RowStore
 from ._rings import Buffer, DeviceRing, HostRing
-from ._rowtypes import RowType, block_rows, mappable
+from ._rowtypes import RowType, block_rows
 
 Pieces = list[tuple[Part, int, int]]  # parts, with the first of their rows and one after the last
 _JOB = 4 << 20  # bytes that one thread reads at a time, or an append if that is larger
@@ -110,7 +110,9 @@ def _mapped(type: RowType, blocks: Iterator[Pieces]) -> Iterator[tuple[list[Id],
 def _buffered(
     store: RowStore, blocks: Iterator[Pieces], rows: int, device: Any, workers: int | None
 ) -> Iterator[tuple[list[Id], Array]]:
-    type, mapped = store.type, device is not None and mappable() > 0
+    type = store.type
+    # Large pieces where many threads read: between them they wait for Python's lock.
+    piece = CHUNK if device is None else _JOB
     room = min(rows, len(store)) * type.nbytes
     ring: HostRing | DeviceRing = (
         HostRing(room, type) if device is None else DeviceRing(room, device)
@@ -126,7 +128,7 @@ def _buffered(
             for first, last in _jobs(part, lo, hi):
                 end = at + (last - first) * type.nbytes
                 to = buffer.bytes[at:end]
-                jobs.append(pool.submit(read_into, part, first, last, to, mapped))
+                jobs.append(pool.submit(read_into, part, first, last, to, piece))
                 at = end
         concurrent.futures.wait(jobs)  # before an error is raised: nobody writes to it any more
         for job in jobs:
@@ -159,60 +161,40 @@ def _buffered(
         pool.shutdown()
 
 
-def read_into(part: Part, start: int, stop: int, out: np.ndarray, mapped: bool = False) -> None:
+def read_into(part: Part, start: int, stop: int, out: np.ndarray, piece: int = CHUNK) -> None:
     """Copy the bytes of these rows to `out`, and check them there.
 
-    An append of which some rows are elsewhere is checked as a whole, once. `mapped`: copy from a
-    map of the file, which has twice the speed of reading, and check each append only once.
+    An append of which some rows are elsewhere is checked as a whole, once. Of a part that stays
+    open, an append that was checked before is not checked again, as if it were mapped.
     """
-    if mapped:
-        known = part.keep and part.is_checked(start, stop)
-        source = part.view(start * part.row_bytes, stop * part.row_bytes)
-        _copied(
-            part, start, stop, out.reshape(-1), lambda at, to: _copy(source, at, to, out), known
-        )
-        return
-    with open(part.paths["rows"], "rb", buffering=0) as file:
-        file.seek(start * part.row_bytes)
-        view = out.reshape(-1).data
-        _copied(
-            part, start, stop, out.reshape(-1), lambda at, to: file.readinto(view[at:to]), False
-        )
-
-
-def _copy(source: np.ndarray, at: int, to: int, out: np.ndarray) -> int:
-    np.copyto(out.reshape(-1)[at:to], source[at:to])
-    return to - at
-
-
-def _copied(
-    part: Part, start: int, stop: int, out: np.ndarray, copy: Callable[[int, int], Any], known: bool
-) -> None:
-    """Copies in pieces, which are still in the cache when they are checked."""
-    size, base, view = part.row_bytes, start * part.row_bytes, out.data
+    size, base, view = part.row_bytes, start * part.row_bytes, out.reshape(-1).data
+    known = part.keep and part.is_checked(start, stop)
     have, total = 0, (stop - start) * size
-    for k, lo, hi in part.appends(start, stop):
-        whole = hi - lo == int(part.records[k, COUNT]) and not known
-        digest = xxhash.xxh3_64()
-        at, end = lo * size - base, hi * size - base
-        while at < end:
-            upto = min(at + CHUNK, end)
-            while have < upto:  # small appends share a read
-                got = copy(have, min(have + CHUNK, total))
-                if not got:
-                    raise Damaged(part.damage(k))
-                have += got
-            if whole:
-                digest.update(view[at:upto])
-            at = upto
-        if known:
-            continue
-        if not whole:
-            part.check(k)
-        elif digest.intdigest() != int(part.records[k, ROWS_XXH3]):
-            raise Damaged(part.damage(k))
-        elif part.keep:
-            part.checked[k] = True
+    piece = total if known else piece
+    with open(part.paths["rows"], "rb", buffering=0) as file:
+        file.seek(base)
+        for k, lo, hi in part.appends(start, stop):
+            whole = hi - lo == int(part.records[k, COUNT])
+            digest = xxhash.xxh3_64()
+            at, end = lo * size - base, hi * size - base
+            while at < end:
+                upto = min(at + piece, end)
+                while have < upto:  # small appends share a read
+                    got = file.readinto(view[have : min(have + piece, total)])
+                    if not got:
+                        raise Damaged(part.damage(k))
+                    have += got
+                if whole and not known:
+                    digest.update(view[at:upto])
+                at = upto
+            if known:
+                continue
+            if not whole:
+                part.check(k)
+            elif digest.intdigest() != int(part.records[k, ROWS_XXH3]):
+                raise Damaged(part.damage(k))
+            elif part.keep:
+                part.checked[k] = True
 
 
 def _jobs(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
