@@ -1,4 +1,4 @@
-"""Rows on their way to the store: the caller fills buffers, and a thread writes them.
+"""Rows on their way to the store: buffers are filled, and a thread writes them.
 
 Hashing and writing release Python's lock, so they run beside the next batch. A buffer is used again
 when it has been written: there are never more than a few, and a caller that is faster than the disk
@@ -17,7 +17,7 @@ import math
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,45 @@ from .store._writer import RowWriter
 
 BLOCK = 1 << 23  # bytes that are filled, hashed and written at a time: they stay in the cache
 _STOP = None
+
+
+class _Job:
+    """Some rows of a batch. Whoever comes to them first, the caller or the thread, fills them."""
+
+    def __init__(self, ids: Sequence[Any], buffer: Any):
+        self.ids, self.buffer = ids, buffer
+        self._filling = threading.Lock()
+        self._fill: Callable[[], None] | None = None
+        self._copied: Any = None
+
+    def begin(self, records: Any, layout: Any, part: slice, device: Any) -> None:
+        """Rows on a GPU are made, and copied, without waiting for it."""
+        if device is None:
+            self._fill = lambda: fill(records, layout, part, self.buffer[: len(self.ids)])
+            return
+        torch = namespace(self.buffer)
+        rows = torch.empty((len(self.ids), self.buffer.shape[1]), device=device)
+        fill(records, layout, part, rows)
+        self.buffer[: len(rows)].copy_(rows, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def fill(self, wait: bool = True) -> None:
+        if not self._filling.acquire(blocking=wait):
+            return  # the other one is at it
+        try:
+            if self._fill is not None:
+                self._fill()
+                self._fill = None
+        finally:
+            self._filling.release()
+
+    def rows(self) -> np.ndarray:
+        self.fill()
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows = self.buffer if isinstance(self.buffer, np.ndarray) else self.buffer.numpy()
+        return rows[: len(self.ids)]
 
 
 class Outbox:
@@ -54,38 +93,35 @@ class Outbox:
         """Write the rows of a batch (whose ids are of `writer.reserve`), or have them written."""
         first = sample(records[0])
         cuda = namespace(first).__name__ == "torch" and first.device.type != "cpu"
-        dim = self.writer.type.dim
-        step = len(ids) if cuda else max(1, min(len(ids), BLOCK // (4 * dim)))
+        step = len(ids) if cuda else max(1, min(len(ids), BLOCK // (4 * self.writer.type.dim)))
+        jobs: list[_Job] = []
         start = 0
         try:
             while start < len(ids):
                 part = slice(start, min(start + step, len(ids)))
-                self._put(ids[part], part, records, layout, step, first if cuda else None)
+                job = _Job(ids[part], self._buffer(step, namespace(first), cuda))
+                job.begin(records, layout, part, first.device if cuda else None)
+                self._hand_over(job)
+                jobs.append(job)
                 start = part.stop
         except BaseException:
             self.writer.release(ids[start:])
             raise
+        for job in reversed(jobs):  # all that the thread has not come to: it may be writing
+            with contextlib.suppress(Exception):  # it comes to it, and tells what is wrong
+                job.fill(wait=False)
 
-    def _put(
-        self, ids: Sequence[Any], part: slice, records: Any, layout: Any, step: int, device: Any
-    ) -> None:
-        buffer, event = self._buffer(step, namespace(sample(records[0])), device is not None), None
+    def _hand_over(self, job: _Job) -> None:
         try:
-            if device is not None:
-                event = self._from_device(records, layout, part, buffer, device)
-            else:
-                fill(records, layout, part, buffer[: len(ids)])
             if self.beside:
                 self._begin()
-            else:
-                self._write(ids, buffer, event)
+                self._jobs.put(job)
+                return
+            self._write(job)
         except BaseException:
-            self._free.put(buffer)
+            self._free.put(job.buffer)
             raise
-        if self.beside:
-            self._jobs.put((ids, buffer, event))
-        else:
-            self._free.put(buffer)
+        self._free.put(job.buffer)
 
     def _buffer(self, rows: int, xp: Any, pinned: bool) -> Any:
         """Room for rows on the host: what has been written, or new."""
@@ -102,16 +138,6 @@ class Outbox:
         if xp.__name__ != "torch":
             return np.empty(shape, np.float32)
         return xp.empty(shape, dtype=xp.float32, device="cpu", pin_memory=pinned)
-
-    def _from_device(self, records: Any, layout: Any, part: slice, buffer: Any, first: Any) -> Any:
-        torch = namespace(first)
-        shape = part.stop - part.start, buffer.shape[1]
-        rows = torch.empty(shape, dtype=torch.float32, device=first.device)
-        fill(records, layout, part, rows)
-        buffer[: len(rows)].copy_(rows, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def _begin(self) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -130,21 +156,17 @@ class Outbox:
             if isinstance(job, threading.Event):  # all before it is done
                 job.set()
                 continue
-            ids, buffer, event = job
             try:
-                self._write(ids, buffer, event)
+                self._write(job)
             except BaseException as error:
-                self.writer.release(ids)
+                self.writer.release(job.ids)
                 with self._telling:
                     self._error = self._error or error
-                    self._lost += ids
-            self._free.put(buffer)
+                    self._lost += job.ids
+            self._free.put(job.buffer)
 
-    def _write(self, ids: Sequence[Any], buffer: Any, event: Any) -> None:
-        if event is not None:
-            event.synchronize()
-        rows = buffer if isinstance(buffer, np.ndarray) else buffer.numpy()
-        self.writer.append(ids, rows[: len(ids)], reserved=True)
+    def _write(self, job: _Job) -> None:
+        self.writer.append(job.ids, job.rows(), reserved=True)
 
     def check(self) -> None:
         """Raise what went wrong beside the caller, once."""

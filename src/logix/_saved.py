@@ -38,6 +38,7 @@ from ._config import LoggingConfig
 from ._outbox import Outbox
 from ._record import Lookup
 from ._rows import Entry, Logged, arrays, difference, entries, some
+from .store._opened import Opened
 from .store._rowtypes import RowType
 from .store._writer import RowStore, RowWriter, clear
 
@@ -46,15 +47,11 @@ _passes: Counter[str] = Counter()
 
 
 class Saved:
-    """The folder of one run.
-
-    Arguments:
-
-    - `how`: resume, overwrite, duplicates, nonfinite: those of `RowWriter`.
-    """
+    """The folder of one run. `how`: resume, overwrite, duplicates, nonfinite, as of `RowWriter`."""
 
     def __init__(self, path: str, logging: LoggingConfig, how: dict[str, Any]):
         self.path, self.logging, self._how = path, logging, how
+        self._opened = Opened(os.path.join(path, ROWS))
         self._outbox: Outbox | None = None
         self._layout: list[Entry] = []
         self._compression: Projector | None = None
@@ -187,7 +184,7 @@ class Saved:
 
     def store(self) -> RowStore:
         self.flush()
-        return RowStore(os.path.join(self.path, ROWS))
+        return self._opened()
 
     # --- statistics --------------------------------------------------------------------------
 
