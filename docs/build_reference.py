@@ -1,4 +1,4 @@
-"""Write docs/reference.md from the docstrings of lox and logify.
+"""Write docs/reference.md from the docstrings of lox, logify and logix.
 
     python docs/build_reference.py            write it
     python docs/build_reference.py --check    fail if it is out of date
@@ -17,19 +17,25 @@ import types
 from typing import Any
 
 import logify
+import logix
+import logix.evaluate
+import logix.store
+import logix.utils
 import lox
 import lox.store
 import lox.wandb
 
 PATH = pathlib.Path(__file__).resolve().parent / "reference.md"
-PACKAGES = (lox, lox.store, lox.wandb, logify)
+PACKAGES = (lox, lox.store, lox.wandb, logify, logix, logix.utils, logix.evaluate, logix.store)
 WIDTH = 92
+HIDDEN = ("logix._watching", "logix._analysing")  # parts of LogIX
 
 HEAD = """\
 # Reference
 
-Every public name of `lox` and `logify`. Loggers are also in `lox.loggers`. Written from the
-docstrings by `make docs`; the examples run in the tests.
+Every public name of `lox`, `logify` and `logix`. Loggers are also in `lox.loggers`;
+`logix.huggingface`, `logix.lightning` and `logix.torch.rule` are told in [logix.md](logix.md). Written
+from the docstrings by `make docs`; the examples run in the tests.
 """
 
 
@@ -44,8 +50,10 @@ def public(module: types.ModuleType) -> dict[str, Any]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """The documented public methods and properties that a class defines itself."""
-    own = {n: x for n, x in vars(cls).items() if not n.startswith("_")}
+    """The documented public methods and properties of a class, and of bases that no one sees."""
+    hidden = [b for b in cls.__mro__[1:] if b.__module__ in HIDDEN]
+    bases = [*reversed(hidden), cls]
+    own = {n: x for b in bases for n, x in vars(b).items() if not n.startswith("_")}
     return {n: x for n, x in own.items() if isinstance(x, MEMBERS) and x.__doc__}
 
 

@@ -99,7 +99,7 @@ def test_float16_with_a_scaler(tmp_path, problem):
     assert np.linalg.norm(rows[0] - rows[1]) < 0.02 * np.linalg.norm(rows[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore")  # what the compiler warns of is its own
 def test_compiled(tmp_path, problem):
     model, x = problem
     model, x = model.cuda(), x.cuda()

@@ -27,8 +27,8 @@ import pytest
 from _loxio import Damaged
 from logix.cli import main as cli
 from logix.store._ids import as_ids, content_ids, decode_ids, encode_ids
-from logix.store._reader import verify
 from logix.store._rowtypes import DTYPES, RowType
+from logix.store._verify import verify
 from logix.store._writer import RowStore, RowWriter
 
 KILLS = int(os.environ.get("LOX_KILLS", "60"))

@@ -37,6 +37,29 @@ ORDER = {
 }
 GROUPS = {"lox": "lox", "store": "lox.store", "loggers": "lox.loggers"}
 
+# The same of logix: the engine, the store, runs; then what is for PyTorch, and for trainers.
+LOGIX = {
+    "logix": ["_array", "_record", "_compress", "_sums", "_statistics", "_precondition"],
+    "logix.store": [
+        *("_ids", "_rowtypes", "_commits", "_reader", "_verify", "_writer", "_opened"),
+        *("_rings", "_readahead", "__init__"),
+    ],
+    "logix, runs": [
+        *("_result", "_influence", "_loader", "_analysis", "evaluate", "_beside", "_config"),
+        *("_rows", "_outbox", "_saved", "_settings", "_analysing", "_watching", "utils", "_run"),
+        *("_scheduler", "__init__"),
+    ],
+    "logix.torch": [
+        *("_call", "_watch", "_layers", "_experts", "_units", "_parts", "_passes", "_scale"),
+        *("_recompute", "_capture", "_context", "_coverage", "_ranks", "__init__"),
+    ],
+    "logix.integrations": [
+        *("_arguments", "_examples", "_extraction", "_losses", "_positions", "__init__"),
+    ],
+    "logix, for trainers": ["huggingface", "lightning"],
+}
+BEFORE_ALL = ["logix._progress"]
+
 
 def imports(path: pathlib.Path) -> set[str]:
     found = set()
@@ -55,10 +78,10 @@ def test_private_jax_is_imported_in_one_file():
 
 
 def places() -> list[str]:
-    """All files of lox in order, as modules."""
-    out = []
-    for group, names in ORDER.items():
-        package = GROUPS.get(group, "lox")
+    """All files of lox in order, as modules; and those of logix."""
+    out = list(BEFORE_ALL)
+    for group, names in [*ORDER.items(), *LOGIX.items()]:
+        package = GROUPS.get(group) or (group.split(",")[0])
         out += [package if n == "__init__" else f"{package}.{n}" for n in names]
     return out
 
@@ -68,7 +91,8 @@ def module_of(path: pathlib.Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-ORDERED = [p for p in FILES if "lox" in p.parts and not {"cli", "__main__.py"} & {*p.parts}]
+OURS, LEFT_OUT = {"lox", "logix"}, {"cli", "cli.py", "__main__.py"}
+ORDERED = [p for p in FILES if OURS & {*p.parts} and not LEFT_OUT & {*p.parts}]
 
 
 def test_the_order_of_imports_is_complete():

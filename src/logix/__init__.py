@@ -46,7 +46,12 @@ def _run() -> LogIX:
 
 
 class NoRun(RuntimeError, AttributeError):
-    """A function of the module was used before `init`."""
+    """A function of the module was used before `init`.
+
+    >>> import logix
+    >>> issubclass(logix.NoRun, RuntimeError)
+    True
+    """
 
 
 class _Module(types.ModuleType):

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from _loxio import Damaged
 
 from ._beside import damage_beside
-from .store._reader import MANIFEST, RowStore, read_manifest, verify, writer_numbers, writer_state
+from .store._reader import MANIFEST, RowStore, read_manifest, writer_numbers, writer_state
+from .store._verify import verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,13 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LDS:
-    """Of `lds`: the mean over queries with its interval, and what a perfect method would reach."""
+    """Of `lds`: the mean over queries with its interval, and what a perfect method would reach.
+
+    >>> import numpy as np
+    >>> from logix.evaluate import LDS
+    >>> LDS(0.6, 0.55, 0.65, 0.85, 0.72, np.array([0.6])).ceiling
+    0.85
+    """
 
     mean: float
     low: float
@@ -27,7 +33,13 @@ class LDS:
 
 @dataclasses.dataclass(frozen=True)
 class Correlation:
-    """Of `loo_correlation`: means over queries, and each query's own rank correlation."""
+    """Of `loo_correlation`: means over queries, and each query's own rank correlation.
+
+    >>> import numpy as np
+    >>> from logix.evaluate import Correlation
+    >>> Correlation(0.9, 0.8, np.array([0.9])).spearman
+    0.9
+    """
 
     spearman: float
     pearson: float
@@ -36,7 +48,12 @@ class Correlation:
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """Of `mislabel_detection`."""
+    """Of `mislabel_detection`: the area under the curve, and what the first `k` hold.
+
+    >>> from logix.evaluate import Detection
+    >>> Detection(auroc=0.99, precision=0.8, recall=0.8, k=10).k
+    10
+    """
 
     auroc: float
     precision: float
@@ -60,6 +77,7 @@ def lds(
     mean output of the models trained on the subset; then the mean over queries.
 
     >>> import numpy as np
+    >>> from logix.evaluate import lds
     >>> rng = np.random.default_rng(0)
     >>> scores = rng.normal(size=(5, 40))
     >>> masks = rng.random((30, 40)) < 0.5
@@ -100,6 +118,12 @@ def lds(
 def loo_correlation(scores: Any, effects: Any) -> Correlation:
     """Do scores agree with what leaving single examples out does?
 
+    >>> import numpy as np
+    >>> from logix.evaluate import loo_correlation
+    >>> scores = np.random.default_rng(0).normal(size=(3, 20))
+    >>> round(loo_correlation(scores, 2 * scores).pearson, 6)
+    1.0
+
     Arguments:
 
     - `scores`: (Q, N).
@@ -117,6 +141,7 @@ def loo_correlation(scores: Any, effects: Any) -> Correlation:
 def mislabel_detection(self_influence: Any, is_wrong: Any, k: int | None = None) -> Detection:
     """Do wrongly labelled examples have the largest self-influence?
 
+    >>> from logix.evaluate import mislabel_detection
     >>> mislabel_detection([0.1, 3.0, 0.2, 2.0], [False, True, False, True])
     Detection(auroc=1.0, precision=1.0, recall=1.0, k=2)
 

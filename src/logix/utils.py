@@ -10,6 +10,7 @@ import numpy as np
 from ._array import namespace, to_numpy
 from .store._ids import as_ids, content_ids
 
+__all__ = ["DataIDGenerator", "merge_logs"]
 MODES = ("hash", "index")
 
 

@@ -91,6 +91,12 @@ def clear(path: str, writer: int | None = None) -> None:
 class RowWriter:
     """Writes rows to the store at `path`.
 
+    >>> import tempfile, numpy as np
+    >>> from logix.store import RowWriter
+    >>> with RowWriter(tempfile.mkdtemp(), [dict(name="fc", shape=(3,), offset=0)]) as writer:
+    ...     writer.append([0, 1], np.zeros((2, 3)))
+    2
+
     A store that is there is an error, unless `resume=True` (continue it: ids that are there are
     passed over) or `overwrite=True` (remove it first). Several writers, one for each rank, need a
     number each and the same `run`, a text that no other run has: by it they know whether the store
