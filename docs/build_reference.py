@@ -34,8 +34,8 @@ HEAD = """\
 # Reference
 
 Every public name of `lox`, `logify` and `logix`. Loggers are also in `lox.loggers`;
-`logix.huggingface`, `logix.lightning` and `logix.torch.rule` are told in [logix.md](logix.md). Written
-from the docstrings by `make docs`; the examples run in the tests.
+`logix.huggingface`, `logix.lightning` and `logix.torch.rule` are told in [logix.md](logix.md).
+Written from the docstrings by `make docs`; the examples run in the tests.
 """
 
 
