@@ -45,6 +45,8 @@ soak: $(INSTALLED)  ## the kill tests, for longer: KILLS=2000
 bench: $(INSTALLED)  ## speed and memory, as ratios
 	$(PY) $(PIP) -c constraints.txt -e '.[bench]'
 	$(PY) benchmarks/run.py
+	@if $(PY) -c 'import torch' 2>/dev/null; then \
+	  for file in benchmarks/logix_*.py; do echo; echo "$$file"; $(PY) $$file || exit 1; done; fi
 
 docs: $(INSTALLED)  ## write docs/reference.md from the docstrings
 	$(PY) docs/build_reference.py

@@ -661,3 +661,20 @@ def test_two_runs_at_once(tmp_path, problem, weight_grads):
         np.testing.assert_allclose(run.store().rows(), want, rtol=1e-4, atol=1e-6)
     assert all(p.requires_grad for p in model.parameters())
     assert all((p.grad is None) != weight_grads for p in model.parameters())
+
+
+def test_a_damping_is_selected_by_what_queries_know(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad", "statistic": "kfac"})
+    logged(run, model, x, y)
+    log = query_log(run, model, x[:3] + 0.1, y[:3])
+    found = lambda **how: run.influence.compute_influence_all(log, **how)["influence"]
+    want = found(relative_damping=0.03)
+    best, tried = run.influence.select_damping(
+        lambda r: -float(np.abs(found(relative_damping=r) - want).max()), refine=6
+    )
+    assert 0.02 < best < 0.045
+    assert tried[best] == max(tried.values())
+    np.testing.assert_allclose(found(relative_damping=0.1), found(), rtol=1e-6)
+    with pytest.raises(ValueError, match="give one of them"):
+        found(damping=1.0, relative_damping=0.1)

@@ -8,14 +8,22 @@ rows are read ahead and sent there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._array import as_float, to_numpy
 from ._compress import layout, unflatten
 from ._influence import Influence, gpu_of, scores, self_influence, token_shares
 from ._loader import Layers, Log, listed, log_gradients, log_rows
-from ._precondition import KINDS, Preconditioner, auto, prepare
+from ._precondition import (
+    GRID,
+    KINDS,
+    RELATIVE,
+    Preconditioner,
+    auto,
+    prepare,
+    search_damping,
+)
 from ._progress import progress
 from ._record import Record
 from .store._readahead import ahead
@@ -53,6 +61,7 @@ class Analysis:
       that the statistics allow (none, if there are no statistics).
     - `influence_groups`: words; also the scores of the layers whose name contains each of them.
     - `damping`: λ for all layers; None: 0.1 × the mean eigenvalue of each layer's own.
+    - `relative_damping`: another multiple than 0.1; `select_damping` finds a good one.
     - `save`: keep the result, for `get_influence_scores`.
     - `top_k`, `largest`: only the k largest (or smallest) scores of each query.
     - `per_layer`: also the scores of each layer.
@@ -80,9 +89,10 @@ class Analysis:
         largest: bool = True,
         per_layer: bool = False,
         device: Any = None,
+        relative_damping: float | None = None,
     ) -> Influence:
         """Scores between two logs that are in memory."""
-        inverse = self._inverse(precondition, hessian, damping)
+        inverse = self._inverse(precondition, hessian, damping, relative_damping)
         ids, rows, layers = log_rows(src_log, "src_log", None, device)
         tgt_ids, tgt_rows, _ = log_rows(tgt_log, "tgt_log", layers, device)
         named: dict[str, Any] = dict(query_ids=ids, layout=layers.where, groups=influence_groups)
@@ -104,13 +114,14 @@ class Analysis:
         largest: bool = True,
         per_layer: bool = False,
         device: Any = None,
+        relative_damping: float | None = None,
     ) -> Influence:
         """Scores of a log with all that the run has saved, or with what `loader` gives.
 
         `loader`: that of `build_log_dataloader`, or any iterable of `(ids, {layer: {"grad": …}})`
         or `(ids, rows)`, with rows as they are saved.
         """
-        inverse = self._inverse(precondition, hessian, damping)
+        inverse = self._inverse(precondition, hessian, damping, relative_damping)
         store = self._run.store() if loader is None else getattr(loader, "store", None)
         blocks: Iterable[Any]
         if isinstance(store, RowStore):
@@ -139,9 +150,10 @@ class Analysis:
         *,
         per_layer: bool = False,
         device: Any = None,
+        relative_damping: float | None = None,
     ) -> Influence:
         """The score of each example with itself; of all that was saved, if no log is given."""
-        inverse = self._inverse(precondition, hessian, damping)
+        inverse = self._inverse(precondition, hessian, damping, relative_damping)
         blocks: Iterable[Any]
         if src_log is None:
             store = self._run.store()
@@ -165,6 +177,7 @@ class Analysis:
         save: bool = False,
         *,
         positions: int | None = None,
+        relative_damping: float | None = None,
     ) -> Influence:
         """Which tokens of the batch that was logged last carry its scores: (queries, batch, T).
 
@@ -189,7 +202,7 @@ class Analysis:
             )
         shapes = {r.layer: tuple(map(int, r.shape)) for r in records}
         batch = Layers(layout(shapes), "the batch whose tokens are scored", 0)
-        inverse = self._inverse(precondition, hessian, damping)
+        inverse = self._inverse(precondition, hessian, damping, relative_damping)
         ids, rows, layers = log_rows(src_log, "src_log", batch)
         rows = as_float(rows)
         rows = rows if inverse is None else inverse.rows(rows, layers.where)
@@ -199,6 +212,22 @@ class Analysis:
         if len(tgt_ids) != count:
             raise ValueError(f"{len(tgt_ids)} ids for a batch of {count}: give tgt=(ids, records)")
         return self._kept(save, Influence(ids, to_numpy(found), tgt_ids, to_numpy(rest)))
+
+    def select_damping(
+        self, score: Callable[[float], float], relatives: Iterable[float] = GRID, refine: int = 1
+    ) -> tuple[float, dict[float, float]]:
+        """The `relative_damping` with the highest score, and the scores of all that were tried.
+
+            found = lambda r: run.influence.compute_influence_all(log, relative_damping=r)
+            best, tried = run.influence.select_damping(lambda r: lds(found(r).influence, …).mean)
+
+        Arguments:
+
+        - `score`: how good scores with that damping are, on held-out queries.
+        - `relatives`: what is tried first.
+        - `refine`: how often the geometric means with the best one's neighbours are tried too.
+        """
+        return search_damping(score, relatives, refine)
 
     def get_influence_scores(self) -> list[Influence]:
         """The results of all calls with `save=True`, in their order."""
@@ -212,7 +241,7 @@ class Analysis:
         return result
 
     def _inverse(
-        self, precondition: bool, hessian: str, damping: float | None
+        self, precondition: bool, hessian: str, damping: float | None, relative: float | None
     ) -> Preconditioner | None:
         if hessian not in HESSIANS:
             raise ValueError(f"unknown hessian {hessian!r}. Known are: {', '.join(HESSIANS)}")
@@ -227,9 +256,12 @@ class Analysis:
         if ready is None or known[0] != key:
             ready = prepare(kind, statistics)
             self._ready = (key, values), ready
-        if damping is not None and not 0 <= damping < math.inf:
-            raise ValueError(f"damping={damping}: it must be finite and not negative")
-        return ready.damped(damping)
+        if damping is not None and relative is not None:
+            raise ValueError("damping is λ itself, relative_damping a multiple: give one of them")
+        for name, value in (("damping", damping), ("relative_damping", relative)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: it must be finite and not negative")
+        return ready.damped(damping, RELATIVE if relative is None else relative)
 
     def _saved_layers(self) -> Layers | None:
         try:

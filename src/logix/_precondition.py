@@ -216,10 +216,13 @@ def _eigen(covariance: Array) -> tuple[Array, Array | None]:
     return (covariance, None) if covariance.ndim == 1 else eigh(covariance)
 
 
+GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+
+
 def select_damping(
     preconditioner: Preconditioner,
     score: Callable[[Preconditioner], float],
-    relatives: Iterable[float] = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0),
+    relatives: Iterable[float] = GRID,
     refine: int = 1,
 ) -> tuple[Preconditioner, dict[float, float]]:
     """The relative damping with the highest score, and the scores of all that were tried.
@@ -230,13 +233,22 @@ def select_damping(
     - `relatives`: a first grid, in multiples of each layer's mean eigenvalue.
     - `refine`: how often the geometric means with the best one's neighbours are tried too.
     """
+    damped = lambda r: preconditioner.damped(relative=r)
+    best, tried = search_damping(lambda r: score(damped(r)), relatives, refine)
+    return damped(best), tried
+
+
+def search_damping(
+    score: Callable[[float], float], relatives: Iterable[float] = GRID, refine: int = 1
+) -> tuple[float, dict[float, float]]:
+    """The same of a score that takes the relative damping itself."""
     tried: dict[float, float] = {}
     new = sorted(set(relatives))
     for _ in range(refine + 1):
-        tried |= {r: float(score(preconditioner.damped(relative=r))) for r in new}
+        tried |= {r: float(score(r)) for r in new}
         grid = sorted(tried)
         best = max(grid, key=lambda r: -math.inf if math.isnan(tried[r]) else tried[r])
         at = grid.index(best)
         sides = [grid[i] for i in (at - 1, at + 1) if 0 <= i < len(grid)]
         new = [math.sqrt(best * r) for r in sides if best * r > 0]
-    return preconditioner.damped(relative=best), tried
+    return best, tried
