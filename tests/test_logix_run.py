@@ -678,3 +678,101 @@ def test_a_damping_is_selected_by_what_queries_know(tmp_path, problem):
     np.testing.assert_allclose(found(relative_damping=0.1), found(), rtol=1e-6)
     with pytest.raises(ValueError, match="give one of them"):
         found(damping=1.0, relative_damping=0.1)
+
+
+@pytest.mark.parametrize("policy", ["error", "keep_first", "keep_all"])
+def test_a_second_epoch_is_held_to_the_policy(tmp_path, problem, policy):
+    """The model has changed: the rows of the same ids are others."""
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad"}, duplicates=policy)
+    logged(run, model, x, y)
+    first = run.store().rows().copy()
+    nn.init.normal_(model[0].weight)
+    if policy == "error":
+        with pytest.raises(ValueError, match="there already"):
+            logged(run, model, x, y)
+        return
+    logged(run, model, x, y)
+    rows = run.store().rows()
+    assert len(rows) == (2 * N if policy == "keep_all" else N)
+    np.testing.assert_array_equal(rows[:N], first)
+    if policy == "keep_all":
+        np.testing.assert_allclose(rows[N:], rows_by_loop(model, x, y), rtol=1e-4, atol=1e-6)
+
+
+def test_queries_of_another_projection_are_refused(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad"})
+    run.add_lora(rank=2, seed=1)
+    logged(run, model, x, y)
+    other = logix.LogIX("run", {"root_dir": str(tmp_path)})
+    other.watch(model)
+    other.add_lora(rank=2, seed=2)
+    with pytest.raises(ValueError, match="initialize_from_log"):
+        other.influence.compute_influence_all(query_log(other, model, x[:2], y[:2]))
+
+
+def test_statistics_on_the_disk_are_not_forgotten(tmp_path, problem):
+    model, x, y = problem
+    logged(make(tmp_path, model, {"save": "grad", "statistic": "kfac"}), model, x, y)
+    later = logix.LogIX("run", {"root_dir": str(tmp_path)})
+    later.watch(model)
+    log = query_log(later, model, x[:2], y[:2])
+    with pytest.raises(RuntimeError, match="initialize_from_log"):
+        later.influence.compute_influence_all(log)
+    later.influence.compute_influence_all(log, precondition=False)
+    with pytest.raises(ValueError, match="not negative"):
+        later.influence.compute_influence_all(log, precondition=False, damping=-1.0)
+
+
+def test_a_pass_ends_with_the_next_one(tmp_path, problem):
+    """Also if the user did not say so."""
+    model, x, y = problem
+    run = logix.LogIX("run", {"root_dir": str(tmp_path)})
+    run.watch(model)
+    for _ in logix.LogIXScheduler(run, hessian="ekfac", save="grad"):
+        with run(data_id=list(range(N))):
+            loss_of(model, x, y).backward()
+    assert int(run.statistics["0"]["right_n"]) == int(run.statistics["0"]["eigen_n"]) == N
+
+
+def test_an_example_that_is_not_finite_spoils_nothing(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad", "statistic": "kfac"})
+    bad = x.clone()
+    bad[2] = float("nan")
+    with pytest.raises(ValueError, match=r"gradient of 'c' is not finite in layer '0'"):
+        with run(data_id=list("abcd")):
+            loss_of(model, bad[:4], y[:4]).backward()
+    logged(run, model, x, y)
+    assert len(run.store()) == N
+    assert np.isfinite(run.influence.compute_self_influence()["influence"]).all()
+
+
+def test_a_mask_that_fits_no_layer_is_an_error(tmp_path):
+    model, x = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)), torch.randint(0, 7, (2, 5))
+    run = make(tmp_path, model, {"log": "grad"})
+    with pytest.raises(ValueError, match="the mask has 6 positions, which no watched layer has"):
+        with run(data_id=["a", "b"], mask=torch.ones(2, 6)):
+            model(x).sum().backward()
+
+
+def test_init_again_takes_over_an_interrupted_run(tmp_path, problem):
+    model, x, y = problem
+    where = dict(config={"root_dir": str(tmp_path)})
+    for _ in range(2):
+        run = logix.init("again", **where, resume=True)
+        run.setup({"save": "grad"})
+        run.watch(model)
+        with run(data_id=[0, 1]):
+            loss_of(model, x[:2], y[:2]).backward()
+    assert len(run.store()) == 2
+    run.close()
+
+
+def test_one_word_is_one_group(tmp_path, problem):
+    model, x, y = problem
+    run = make(tmp_path, model, {"save": "grad"})
+    logged(run, model, x, y)
+    found = run.influence.compute_self_influence(influence_groups="bias")
+    assert set(found["influence"]) == {"total", "bias"}

@@ -41,12 +41,22 @@ GROUPS = {"lox": "lox", "store": "lox.store", "loggers": "lox.loggers"}
 LOGIX = {
     "logix": ["_array", "_record", "_compress", "_sums", "_statistics", "_precondition"],
     "logix.store": [
-        *("_ids", "_rowtypes", "_commits", "_reader", "_verify", "_writer", "_opened"),
+        *("_ids", "_rowtypes", "_commits", "_reader", "_verify", "_claim", "_writer", "_opened"),
         *("_rings", "_readahead", "__init__"),
     ],
     "logix, runs": [
-        *("_result", "_influence", "_loader", "_analysis", "evaluate", "_beside", "_config"),
-        *("_rows", "_outbox", "_saved", "_settings", "_analysing", "_watching", "utils", "_run"),
+        *("_result", "_influence", "_loader", "_beside", "_analysis", "evaluate", "_config"),
+        *(
+            "_rows",
+            "_outbox",
+            "_group",
+            "_saved",
+            "_settings",
+            "_analysing",
+            "_watching",
+            "utils",
+            "_run",
+        ),
         *("_scheduler", "__init__"),
     ],
     "logix.torch": [

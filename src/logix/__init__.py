@@ -15,6 +15,7 @@ import sys
 import types
 from typing import Any
 
+from . import evaluate as evaluate
 from . import utils as utils
 from ._config import LoRAConfig as LoRAConfig
 from ._run import LogIX as LogIX
@@ -35,8 +36,11 @@ def init(project: str, config: Any = None, **options: Any) -> LogIX:
     Arguments: those of `LogIX`.
     """
     global _current
-    _current = LogIX(project, config, **options)
-    return _current
+    run = LogIX(project, config, **options)
+    if _current is not None and _current.path == run.path:
+        _current.close()  # what an interrupted cell of a notebook has left open
+    _current = run
+    return run
 
 
 def _run() -> LogIX:

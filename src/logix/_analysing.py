@@ -13,6 +13,7 @@ from ._analysis import Analysis
 from ._compress import Layout
 from ._loader import LogDataset, LogLoader
 from ._saved import Saved
+from ._statistics import finalize
 from .store._writer import RowStore
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -39,6 +40,32 @@ class Analysing:
     compute_self_influence = _of_influence(Analysis.compute_self_influence)
     compute_token_influence = _of_influence(Analysis.compute_token_influence)
     get_influence_scores = _of_influence(Analysis.get_influence_scores)
+
+    @property
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Sums over all that was logged."""
+        raise NotImplementedError
+
+    def has_statistics(self) -> bool:
+        """Whether there are some on the disk."""
+        return self._saved.has_statistics()
+
+    def averages(self) -> dict[str, dict[str, Any]]:
+        """Averages of all that was logged, by layer: `mean`, `variance`, `left`, `right` …
+
+        `left` and `right` are K-FAC's covariances, of output gradients and of inputs.
+
+        >>> import torch, logix
+        >>> run, model = logix.LogIX("example"), torch.nn.Linear(3, 2)
+        >>> run.setup({"statistic": "mean"})
+        >>> run.watch(model)
+        logix: watching ...
+        >>> with run(data_id=["a", "b"]):
+        ...     model(torch.ones(2, 3)).sum().backward()
+        >>> run.averages()["weight"]["mean"].tolist()
+        [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+        """
+        return finalize(self.statistics)
 
     def store(self) -> RowStore:
         """What was saved."""

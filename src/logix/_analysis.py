@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._array import as_float, to_numpy
+from ._beside import fingerprint
 from ._compress import layout, unflatten
 from ._influence import Influence, gpu_of, scores, self_influence, token_shares
 from ._loader import Layers, Log, listed, log_gradients, log_rows
@@ -125,6 +126,7 @@ class Analysis:
         store = self._run.store() if loader is None else getattr(loader, "store", None)
         blocks: Iterable[Any]
         if isinstance(store, RowStore):
+            self._check_compression(store)
             ids, rows, layers = log_rows(src_log, "src_log", Layers.of(store), device)
             blocks = ahead(store, device=gpu_of(rows), width=layers.width)
             blocks = progress(blocks, len(store), "scores", size=_count)
@@ -246,7 +248,17 @@ class Analysis:
         if hessian not in HESSIANS:
             raise ValueError(f"unknown hessian {hessian!r}. Known are: {', '.join(HESSIANS)}")
         statistics = self._run.statistics
+        if damping is not None and relative is not None:
+            raise ValueError("damping is λ itself, relative_damping a multiple: give one of them")
+        for name, value in (("damping", damping), ("relative_damping", relative)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: it must be finite and not negative")
         kind = auto(statistics) if hessian == "auto" else hessian
+        if precondition and not statistics and getattr(self._run, "has_statistics", bool)():
+            raise RuntimeError(
+                "this run has no statistics, but there are some on the disk. Call "
+                "run.initialize_from_log() to use them, or pass precondition=False."
+            )
         if not precondition or kind == "none":
             return None
         values = [x for stats in statistics.values() for x in stats.values()]
@@ -256,12 +268,17 @@ class Analysis:
         if ready is None or known[0] != key:
             ready = prepare(kind, statistics)
             self._ready = (key, values), ready
-        if damping is not None and relative is not None:
-            raise ValueError("damping is λ itself, relative_damping a multiple: give one of them")
-        for name, value in (("damping", damping), ("relative_damping", relative)):
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value}: it must be finite and not negative")
         return ready.damped(damping, RELATIVE if relative is None else relative)
+
+    def _check_compression(self, store: RowStore) -> None:
+        """Gradients that were projected in different ways have the same shapes, and no meaning."""
+        how, meta = getattr(self._run, "compression", None), store.manifest["meta"]
+        if how is not None and "compression" in meta and fingerprint(how) != meta:
+            raise ValueError(
+                f"the rows at {store.path} were compressed by {meta['compression']}, and this run "
+                f"compresses by {how.settings.to_json()}, or by another PCA. Call "
+                "run.initialize_from_log() before the queries are logged."
+            )
 
     def _saved_layers(self) -> Layers | None:
         try:

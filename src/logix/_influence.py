@@ -196,6 +196,7 @@ class _Parts:
             return cls([(slice(None), ("total",))], ("total",))
         if where is None:
             raise ValueError("scores of groups or layers need the layout of the rows")
+        groups = [groups] if isinstance(groups, str) else groups
         words, layers = list(groups or ()), [name for name, _, _ in where]
         lost = [w for w in words if not any(w in name for name in layers)]
         if lost:

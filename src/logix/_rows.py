@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,11 +191,26 @@ def shown(records: Sequence[Logged], kinds: frozenset[str]) -> dict[str, dict[st
     return {layer: own for layer, own in out.items() if own}
 
 
-def from_rows(rows: Array, layout: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Array]]:
-    """The same of rows that were read."""
-    out: dict[str, dict[str, Array]] = {}
-    for part in layout:
-        shape, offset = tuple(part["shape"]), part["offset"]
-        x = rows[:, offset : offset + math.prod(shape)].reshape(len(rows), *shape)
-        out.setdefault(part["name"], {})[part.get("kind", "grad")] = x
-    return out
+def check_finite(ids: Sequence[Any], records: Sequence[Record]) -> None:
+    """One example with NaN would spoil the sums of all: it is an error, before they are touched."""
+    total: Any = 0.0
+    for record in records:
+        for x in _floats(record):
+            with precise(x):
+                total = total + x.sum()  # finite only if all of it is
+    if float(total) - float(total) == 0:
+        return
+    for record in records:
+        for x in _floats(record):
+            good = np.isfinite(to_numpy(as_float(x)).reshape(len(x), -1)).all(axis=1)
+            if not good.all():
+                bad = ", ".join(repr(i) for i, yes in zip(ids, good) if not yes)
+                raise ValueError(
+                    f"the gradient of {bad} is not finite in layer {record.layer!r}, and would "
+                    "spoil the statistics. Nothing of this batch was logged: leave these out."
+                )
+
+
+def _floats(record: Record) -> list[Array]:
+    found = (record.value,) if isinstance(record, Whole) else (record.g,)
+    return [*found, record.a] if isinstance(record, Outer) else [*found]

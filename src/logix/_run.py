@@ -21,7 +21,7 @@ from ._beside import SECOND, load_compression
 from ._compress import Compression, Projector
 from ._config import read_config
 from ._record import Record
-from ._rows import Activation, shown
+from ._rows import Activation, check_finite, shown
 from ._saved import Saved
 from ._settings import Settings, parse
 from ._watching import Watching
@@ -200,8 +200,10 @@ class LogIX(Watching, Analysing):
             kinds = any_kind if save else frozenset()
         # Whatever may be wrong with the batch is found before it has changed anything.
         logged = [*records, *tensors]
-        write = self._saved.reserve(ids, logged, kinds, self.compression) if kinds else None
         what = self.settings.statistics if self._has_bases() else self.settings.sums
+        if what and self._logging:
+            check_finite(ids, records)
+        write = self._saved.reserve(ids, logged, kinds, self.compression) if kinds else None
         if what and self._logging:
             if self._saved.replaces_statistics():
                 self._tell("the statistics on the disk are replaced by those of this pass")
@@ -217,8 +219,13 @@ class LogIX(Watching, Analysing):
 
     @property
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Sums over all that was logged; `logix.averages` of it are means and covariances."""
+        """Sums over all that was logged. `averages` of them are means and covariances."""
         return _statistics.merge(self._earlier, self._fresh) if self._fresh else self._earlier
+
+    @property
+    def in_a_pass(self) -> bool:
+        """Whether something was logged since `finalize`."""
+        return bool(self._fresh)
 
     def _has_bases(self) -> bool:
         return any(b in s for s in self._earlier.values() for b in _statistics.BASES)
@@ -252,6 +259,7 @@ class LogIX(Watching, Analysing):
         self._earlier = _statistics.merge(self._earlier, fresh)
         if "ekfac" in self.settings.statistics and not self._has_bases():
             self._earlier = self._saved.same(_statistics.with_bases(self._earlier))
+            self._saved.same_data_again()  # the second pass of EK-FAC
         if cut := set(_statistics.diagonal_sides(self._earlier)) - self._told:
             self._tell(f"only the diagonal of the covariance is kept of {', '.join(sorted(cut))}")
             self._told |= cut

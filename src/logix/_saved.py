@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,12 +34,14 @@ from ._beside import (
 )
 from ._compress import Compression, Projector
 from ._config import LoggingConfig
+from ._group import group_of_processes, raise_others
 from ._outbox import Outbox
 from ._record import Lookup
 from ._rows import Entry, Logged, arrays, difference, entries, some
+from .store._claim import clear
 from .store._opened import Opened
 from .store._rowtypes import RowType
-from .store._writer import RowStore, RowWriter, clear
+from .store._writer import RowStore, RowWriter
 
 # Passes that were ended at a path: a number that all processes have alike.
 _passes: Counter[str] = Counter()
@@ -62,12 +63,12 @@ class Saved:
 
     @property
     def rank(self) -> int:
-        group = _group()
+        group = group_of_processes()
         return 0 if group is None else group.rank()
 
     @property
     def processes(self) -> int:
-        group = _group()
+        group = group_of_processes()
         return 1 if group is None else group.world()
 
     @property
@@ -123,7 +124,7 @@ class Saved:
         return write
 
     def _open(self, layout: Sequence[Entry], how: Projector) -> Outbox:
-        group = _group()
+        group = group_of_processes()
         options = dict(self._how)
         if group is not None:
             # No process waits for another here: one may have no batch at all. Whoever comes first
@@ -170,6 +171,10 @@ class Saved:
         if self._outbox is not None:
             self._outbox.check()
 
+    def same_data_again(self) -> None:
+        """The next pass gives the same rows once more: they are passed over."""
+        self._how |= dict(again=True)
+
     def flush(self) -> None:
         if self._outbox is not None:
             self._outbox.flush()
@@ -178,23 +183,30 @@ class Saved:
         """Bring the rows to the disk."""
         if self._outbox is not None:
             outbox, self._outbox = self._outbox, None
-            # A further pass over the same data finds its own rows there, and passes over them.
-            self._how |= dict(resume=True, overwrite=False)
+            self._how |= dict(resume=True, overwrite=False, again=False)
             outbox.close()
 
     def store(self) -> RowStore:
         self.flush()
-        return self._opened()
+        try:
+            return self._opened()
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"no rows are saved at {self.path}. Is it the right project? Rows are saved after "
+                'setup({"save": "grad"}).'
+            ) from None
 
     # --- statistics --------------------------------------------------------------------------
+
+    def has_statistics(self) -> bool:
+        return has_arrays(os.path.join(self.path, STATISTICS))
 
     def replaces_statistics(self) -> bool:
         """Whether those of an earlier run will be lost. It is an error if nobody asked for that."""
         if self._own_statistics or self._replaces:
             return False
         self._own_statistics = True
-        file = os.path.join(self.path, STATISTICS)
-        there = has_arrays(file)
+        there = self.has_statistics()
         if there and not self._how["resume"]:
             self._own_statistics = False
             raise FileExistsError(
@@ -205,7 +217,7 @@ class Saved:
 
     def finish(self, local: Any) -> Any:
         """Close the rows; the sums of all processes."""
-        group, problem = _group(), None
+        group, problem = group_of_processes(), None
         try:
             self.close()
         except Exception as error:
@@ -219,16 +231,16 @@ class Saved:
         every = group.gathered((told, self._has_rows))
         if problem is not None:
             raise problem
-        _raise_others([text for text, _ in every])
+        raise_others([text for text, _ in every])
         self._has_rows = any(rows for _, rows in every)
         if self._has_rows:
-            self._how |= dict(resume=True, overwrite=False)
+            self._how |= dict(resume=True, overwrite=False, again=False)
         _passes[self.path] += 1
         return group.merged(local, _statistics.BASES)
 
     def same(self, statistics: Any) -> Any:
         """The eigenvectors of the first process in all: each computes its own, up to rounding."""
-        group = _group()
+        group = group_of_processes()
         return statistics if group is None else group.spread(statistics, _statistics.BASES)
 
     def write(self, statistics: Any, how: Projector, second: bool = False) -> None:
@@ -236,7 +248,7 @@ class Saved:
 
         `second`: since they were written last, only sums of EK-FAC's second pass have changed.
         """
-        group, problem = _group(), None
+        group, problem = group_of_processes(), None
         try:
             if self.rank == 0:
                 self._write(statistics, how, second)
@@ -249,7 +261,7 @@ class Saved:
             every = group.gathered(told)
             if problem is not None:
                 raise problem
-            _raise_others(every)
+            raise_others(every)
         self._replaces = False
         self._own_statistics |= bool(statistics)
 
@@ -279,21 +291,3 @@ class Saved:
     def earlier_pca(self, settings: Compression) -> Projector | None:
         """That of the rows which are continued: one made anew might differ in its last bits."""
         return saved_pca(self.path, settings) if self._how["resume"] else None
-
-
-def _group() -> Any:
-    """The processes of this run, if PyTorch has started several."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available():
-        return None
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return None
-    from .torch import _ranks
-
-    return _ranks
-
-
-def _raise_others(problems: Sequence[str | None]) -> None:
-    for rank, text in enumerate(problems):
-        if text is not None:
-            raise RuntimeError(f"process {rank} could not save: {text}")

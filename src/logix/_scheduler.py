@@ -63,13 +63,20 @@ class LogIXScheduler:
         if self.lora == "pca":
             run.setup({"statistic": "kfac"})
             yield passes
+            self._ended()
             passes += 1
         if self.lora != "none":
             run.add_lora(init=self.lora, rank=self.rank, seed=self.seed)
         if self.hessian == "ekfac":
             run.setup({"statistic": "ekfac"})
             yield passes
+            self._ended()
             passes += 1
         save = [] if self.save == "none" else self.save
         run.setup({"log": save, "save": save, "statistic": self.hessian})
         yield passes
+
+    def _ended(self) -> None:
+        """A pass whose end was not told would run into the next one."""
+        if self.run.in_a_pass:
+            self.run.finalize()

@@ -65,9 +65,9 @@ def parse(words: Mapping[str, Any]) -> Settings:
             statistics = statistics - _BOTH | {"kfac"}
         return Settings(frozenset(log), frozenset(log), frozenset(statistics))
     unknown = sorted(set(words) - {"log", "save", "statistic", *KINDS})
+    what = f"does not know {unknown}" if unknown else f"does not take {sorted(words)} together"
     raise ValueError(
-        f"setup does not know {unknown or sorted(words)} together. It takes log, save and "
-        f"statistic, or {', '.join(KINDS)}: {EXAMPLE}"
+        f"setup {what}. It takes log, save and statistic, or {', '.join(KINDS)}: {EXAMPLE}"
     )
 
 

@@ -168,7 +168,7 @@ class Watching:
         if watch and self._model is not None and (type_filter or name_filter):
             self.watch(self._model, type_filter, name_filter)
         elif self._units:
-            self._tell(f"compressed; {self._row()}")
+            self._tell(f"gradients are compressed; {self._row()}")
 
     def _row(self) -> str:
         from .torch._coverage import row_size, shapes

@@ -96,7 +96,10 @@ def lds(
 
     Returns an `LDS`.
     """
-    scores, masks = np.asarray(scores, np.float64), np.asarray(subset_masks, bool)
+    scores, masks = (
+        np.asarray(getattr(scores, "influence", scores), np.float64),
+        np.asarray(subset_masks, bool),
+    )
     outputs = np.asarray(subset_outputs, np.float64)
     outputs = outputs[:, None] if outputs.ndim == 2 else outputs
     if outputs.ndim != 3 or masks.shape != (len(outputs), scores.shape[1]):
@@ -131,7 +134,10 @@ def loo_correlation(scores: Any, effects: Any) -> Correlation:
 
     Returns a `Correlation` over the examples.
     """
-    x, y = np.asarray(scores, np.float64), np.asarray(effects, np.float64)
+    x, y = (
+        np.asarray(getattr(scores, "influence", scores), np.float64),
+        np.asarray(effects, np.float64),
+    )
     if x.shape != y.shape or x.ndim != 2:
         raise ValueError(f"scores {x.shape} and effects {y.shape} must both be (Q, N)")
     found = _spearman(x, y)
@@ -153,7 +159,7 @@ def mislabel_detection(self_influence: Any, is_wrong: Any, k: int | None = None)
 
     Returns a `Detection`: the area under the ROC curve, and precision and recall among those k.
     """
-    x, wrong = np.asarray(self_influence, np.float64), np.asarray(is_wrong, bool)
+    x, wrong = _numbers(self_influence), np.asarray(is_wrong, bool)
     n = int(wrong.sum())
     if x.shape != wrong.shape or x.ndim != 1 or not 0 < n < len(wrong):
         raise ValueError(
@@ -199,3 +205,8 @@ def _reliability(outputs: np.ndarray, splits: int, rng: np.random.Generator) -> 
         found.append(_spearman(a, b).mean())
     r, times = float(np.mean(found)), seeds / half
     return times * r / (1 + (times - 1) * r)
+
+
+def _numbers(scores: Any) -> np.ndarray:
+    """Scores as they are, or those of an `Influence`."""
+    return np.asarray(getattr(scores, "influence", scores), np.float64)

@@ -96,15 +96,17 @@ class Known:
     """Which rows of a batch are new, by the policy for duplicates.
 
     `before`: the ids of a store that is resumed. A run that begins anew gives them again, and as
-    often as they are there they are passed over, whatever the policy; after that it holds.
+    often as they are there they are passed over, whatever the policy; after that it holds. Without
+    `again` they are ids like any other that is there.
     """
 
-    def __init__(self, policy: str, before: Iterable[Id] = ()):
+    def __init__(self, policy: str, before: Iterable[Id] = (), again: bool = True):
         if policy not in DUPLICATES:
             raise ValueError(f"duplicates={policy!r} is not one of {', '.join(DUPLICATES)}")
         self.policy = policy
-        self._replay = Counter(before)
-        self._seen: set[Id] = set() if policy == "keep_all" else set(self._replay)
+        before = list(before)
+        self._replay = Counter(before if again else ())
+        self._seen: set[Id] = set() if policy == "keep_all" else set(before)
 
     def new(self, ids: Sequence[Id]) -> tuple[list[int], Counter[Id]]:
         """The places of the rows to write, and what was passed over. Give both to `accept`."""

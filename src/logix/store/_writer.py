@@ -8,84 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from _loxio import Damaged, exclusive, hold, is_held, write_small
+from _loxio import exclusive, hold, write_small
 
+from ._claim import claim, row_size
 from ._commits import PartWriter, recover
 from ._ids import Id, Known, as_ids, encode_ids
+from ._reader import RowStore as RowStore
 from ._reader import (
-    FORMAT,
-    KIND,
-    MANIFEST,
     open_part,
     open_parts,
-    read_manifest,
     read_writer,
-    store_files,
     writer_file,
     writer_numbers,
 )
-from ._reader import RowStore as RowStore
 from ._rowtypes import RowType
-
-
-def row_size(layout: Sequence[dict[str, Any]]) -> int:
-    """Values in a row. A layout is a list of {name, shape, offset}, without gaps."""
-    size = 0
-    for part in layout:
-        if part["offset"] != size:
-            raise ValueError(f"{part['name']!r} is at offset {part['offset']} instead of {size}")
-        size += math.prod(part["shape"])
-    return size
-
-
-def _claim(
-    path: str, wanted: dict[str, Any], writer: int, run: str | None, resume: bool, overwrite: bool
-) -> dict[str, Any]:
-    """The manifest of the store that is there and may be written to, or of a new one."""
-    there = store_files(path)
-    new_here = f"{writer:04d}.json" not in there
-    known = None
-    try:
-        known = read_manifest(path) if there else None
-    except Damaged:
-        if not overwrite or there == [MANIFEST]:  # it may be something else's
-            raise
-    if known and (resume or (new_here and run is not None and run == known["run"])):
-        for key, value in wanted.items():
-            if known[key] != value:
-                why = "it was written in another way, and can't be continued in this one"
-                raise ValueError(f"{path} has {key}={known[key]!r}, not {value!r}: {why}")
-        return known
-    if there and not overwrite:
-        how = "pass resume=True to continue it, overwrite=True to remove it, or another path"
-        raise FileExistsError(f"there is a store at {path}: {how}")
-    clear(path, writer)
-    new = dict(kind=KIND, format=FORMAT, store=uuid.uuid4().hex, run=run, **wanted)
-    new["created"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z"
-    write_small(os.path.join(path, MANIFEST), new)
-    return new
-
-
-def clear(path: str, writer: int | None = None) -> None:
-    """Remove the store at a path, unless another writer than this one is writing it."""
-    locks = {n for n in os.listdir(path) if n.endswith(".lock") and n[:-5].isdigit()}
-    locks -= {f"{writer:04d}.lock"} if writer is not None else set()
-    if any(is_held(os.path.join(path, n)) for n in locks):
-        raise FileExistsError(f"the store at {path} is being written by another process")
-    files = {*store_files(path), *locks}
-    for name in sorted(files, key=lambda n: n != MANIFEST):  # first what makes it a store
-        os.unlink(os.path.join(path, name))
 
 
 class RowWriter:
@@ -102,6 +47,7 @@ class RowWriter:
     number each and the same `run`, a text that no other run has: by it they know whether the store
     is theirs or an earlier one.
 
+    With `again=False`, ids that a resumed store has are held to the policy too.
     `duplicates`: `error`, `keep_first` or `keep_all` rows whose id was there before. A writer knows
     its own ids, and those it found when it resumed; `RowStore` holds all writers to the policy. A
     row with NaN or infinity is an error, or kept with `nonfinite="keep"`. `meta`: any JSON.
@@ -122,6 +68,7 @@ class RowWriter:
         run: str | None = None,
         meta: dict[str, Any] | None = None,
         nonfinite: str = "error",
+        again: bool = True,
     ):
         if nonfinite not in ("error", "keep"):
             raise ValueError(f"nonfinite={nonfinite!r} is neither 'error' nor 'keep'")
@@ -142,12 +89,15 @@ class RowWriter:
         with exclusive(os.path.join(self.path, ".claim")):
             lock = hold(writer_file(self.path, self.writer, "lock"))
             if lock is None:
-                raise FileExistsError(f"{self.path}: writer {self.writer} is writing it just now")
+                raise FileExistsError(
+                    f"{self.path}: writer {self.writer} is writing it just now, in another process "
+                    "or by another run of this one. run.close() ends a run."
+                )
             self._lock = lock
             try:
-                self.manifest = _claim(self.path, wanted, self.writer, run, resume, overwrite)
+                self.manifest = claim(self.path, wanted, self.writer, run, resume, overwrite)
                 if resume:
-                    self._continue()
+                    self._continue(again)
                 self._list("open", self._done)
             except BaseException:
                 lock.release()
@@ -155,7 +105,7 @@ class RowWriter:
         self.rows = sum(d["rows"] for d in self._done) // self.type.nbytes
         self._synced_at, self.closed = time.monotonic(), False
 
-    def _continue(self) -> None:
+    def _continue(self, again: bool) -> None:
         """Cut this writer's parts to what is good, and learn the ids of all writers."""
         before: list[Id] = []
         for writer in writer_numbers(self.path):
@@ -166,7 +116,7 @@ class RowWriter:
                     self._done.append({"name": part.name, **recover(part, listed)})
             for part in open_parts(self.path, self.manifest, writer):
                 before += part.ids(0, len(part))
-        self._known = Known(self._known.policy, before)
+        self._known = Known(self._known.policy, before, again)
 
     def _list(self, state: str, parts: list[dict[str, Any]]) -> None:
         """Say on the disk which parts there are, and how large they are at least."""

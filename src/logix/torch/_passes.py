@@ -33,6 +33,8 @@ class Passes:
     def __init__(self, batch: int, mask: Tensor | None):
         self.batch, self.mask = batch, mask
         self._passes: dict[int, _Pass] = {}
+        self._fitted = False  # whether the mask was the one of any layer
+        self._lengths: set[int] = set()  # of sequences that it did not fit
         self._cut = False  # whether a part of the mask was taken for a part of the batch
 
     def of(self, unit: Unit, seen: Seen) -> tuple[int, Callable[[Tensor], Tensor]]:
@@ -108,6 +110,13 @@ class Passes:
                         "are examples: nothing tells them apart. Look them up with the shape "
                         f"(1, {length})."
                     )
+        if self.mask is not None and self._lengths and not self._fitted:
+            seen = ", ".join(map(str, sorted(self._lengths)))
+            raise ValueError(
+                f"the mask has {self.mask.shape[1]} positions, which no watched layer has (they "
+                f"have: {seen}), so nothing was masked. Give the mask of what the model is called "
+                "with: mask[:, :-1] if that is input_ids[:, :-1]."
+            )
         if self._cut and sum(max(p.sizes) for p in self._passes.values()) != self.batch:
             raise ValueError(
                 f"a mask of {self.batch} examples was given, but the backward passes inside of "
@@ -126,7 +135,9 @@ class Passes:
             earlier = [max(p.sizes) for key, p in self._passes.items() if key != backward]
             mask = _narrowed(mask[sum(earlier) :][:n], x.shape[1])
         if x.shape[:2] != mask.shape:
+            self._lengths.add(x.shape[1])
             return x
+        self._fitted = True
         return x * mask.to(x.device).reshape(*mask.shape, *(1,) * (x.ndim - 2))
 
 
