@@ -776,3 +776,10 @@ def test_one_word_is_one_group(tmp_path, problem):
     logged(run, model, x, y)
     found = run.influence.compute_self_influence(influence_groups="bias")
     assert set(found["influence"]) == {"total", "bias"}
+
+
+def test_a_block_that_is_not_entered_says_so(problem):
+    run = logix.LogIX("run")
+    run.watch(problem[0])
+    with pytest.warns(RuntimeWarning, match="logs nothing"):
+        run.log([0, 1])

@@ -54,6 +54,7 @@ LOGIX = {
             "_settings",
             "_analysing",
             "_watching",
+            "_block",
             "utils",
             "_run",
         ),

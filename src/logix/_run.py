@@ -18,6 +18,7 @@ from . import _statistics
 from ._analysing import Analysing
 from ._analysis import Analysis
 from ._beside import SECOND, load_compression
+from ._block import Block
 from ._compress import Compression, Projector
 from ._config import read_config
 from ._record import Record
@@ -128,7 +129,6 @@ class LogIX(Watching, Analysing):
 
     # --- one batch ---------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def __call__(
         self,
         data_id: Any,
@@ -136,7 +136,7 @@ class LogIX(Watching, Analysing):
         save: bool | None = None,
         *,
         weight_grads: bool = False,
-    ) -> Iterator[None]:
+    ) -> Block:
         """Log the examples whose loss goes backward inside.
 
         Arguments:
@@ -147,10 +147,18 @@ class LogIX(Watching, Analysing):
         - `save`: whether this batch is saved; by default what `setup` says.
         - `weight_grads`: True to have gradients in the parameters too, to train on the same pass.
         """
-        from .torch._context import batch
-
         if self._model is None:
             raise RuntimeError("there is no model to log from. Call watch(model) first.")
+        return Block(self._batch(data_id, mask, save, weight_grads))
+
+    log = __call__
+
+    @contextlib.contextmanager
+    def _batch(
+        self, data_id: Any, mask: Any, save: bool | None, weight_grads: bool
+    ) -> Iterator[None]:
+        from .torch._context import batch
+
         self._saved.check()
         ids = given_ids(data_id)
         self.ids, self.records, self._tensors, self._extra, self._save = [], [], [], {}, save
@@ -159,8 +167,6 @@ class LogIX(Watching, Analysing):
             yield
         records = capture.records()
         self._take(ids, records, self._activations(len(ids), mask, capture.scale), mask, self._save)
-
-    log = __call__
 
     def start(self, data_id: Any, mask: Any = None, save: bool | None = None) -> None:
         """The same as entering `with run(data_id, mask)`; `end` leaves it.
@@ -236,8 +242,7 @@ class LogIX(Watching, Analysing):
     def get_log(self, copy: bool = False) -> Log:
         """The ids and logs of the last batch: `(ids, {layer: {"grad": rows}})`.
 
-        Gradients are made when they are asked for. `copy` gives arrays of their own, which a later
-        batch in a compiled program can't change.
+        Gradients are made when asked for. `copy` gives arrays that no later batch can change.
         """
         kinds = self.settings.log or frozenset({"grad"})
         found = shown([*self.records, *self._tensors], kinds)
