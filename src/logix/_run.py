@@ -41,7 +41,7 @@ class LogIX(Watching, Analysing):
     >>> run = logix.LogIX("example", config={"root_dir": tempfile.mkdtemp()})
     >>> run.setup({"log": "grad", "save": "grad", "statistic": "kfac"})
     >>> run.watch(model)
-    logix: watching 1 layers, 8 of 8 parameters (100.0%); a row has 8 values (32 B)
+    logix: watching 1 layer, 8 of 8 parameters (100.0%); a row has 8 values (32 B)
     >>> with run(data_id=["a", "b"]):
     ...     model(torch.ones(2, 3)).sum().backward()
     >>> run.finalize()

@@ -18,7 +18,7 @@ class LogIXScheduler:
     >>> model, x = torch.nn.Linear(3, 2), torch.randn(8, 3)
     >>> run = logix.LogIX("example", config={"root_dir": tempfile.mkdtemp()})
     >>> run.watch(model)
-    logix: watching 1 layers, 8 of 8 parameters (100.0%); a row has 8 values (32 B)
+    logix: watching 1 layer, 8 of 8 parameters (100.0%); a row has 8 values (32 B)
     >>> for _ in logix.LogIXScheduler(run, hessian="ekfac", save="grad"):
     ...     with run(data_id=list(range(8))):
     ...         model(x).square().sum().backward()

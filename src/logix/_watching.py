@@ -45,6 +45,9 @@ class Watching:
     def _forget(self) -> None:
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        return f"LogIX({self._saved.path!r}, layers watched: {len(self._units)})"
+
     def watch(
         self, model: Any, type_filter: Any = None, name_filter: Any = None, strict: bool = False
     ) -> None:
@@ -53,6 +56,8 @@ class Watching:
         It prints what that covers, and how large a row is. With `strict`, a trained parameter that
         is not covered, or shared with a layer that is not watched, is an error.
         """
+        if not hasattr(model, "named_modules"):
+            raise TypeError(f"watch takes a torch.nn.Module, and {type(model).__name__} was given")
         from .torch._coverage import coverage
         from .torch._units import units
 

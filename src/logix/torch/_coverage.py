@@ -27,7 +27,8 @@ class Coverage:
 
     def __str__(self) -> str:
         share = 100 * self.covered / max(self.total, 1)
-        text = f"{self.layers} layers, {self.covered:,} of {self.total:,} parameters ({share:.1f}%)"
+        layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
+        text = f"{layers}, {self.covered:,} of {self.total:,} parameters ({share:.1f}%)"
         for what, names in (
             ("not covered", self.missing),
             ("shared weights, counted once", self.shared),
