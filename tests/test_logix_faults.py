@@ -289,8 +289,9 @@ def test_rows_that_are_not_finite(tmp_path, workers):
     np.testing.assert_array_equal(run.store().rows(), expected(2))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [1e25, -1e25])
 def test_statistics_that_are_not_finite_are_not_saved(tmp_path, bad):
+    """Gradients are finite here, but their squares are not."""
     run, model = started(str(tmp_path))
     run.setup({"statistic": "kfac"})
     log(run, model, 0)
