@@ -1,11 +1,7 @@
 """Processes that write runs, to be killed. Driven by `test_faults.py`.
 
-JAX takes long to import. So one server imports it, starts no backend and no thread, and forks a
-child for every job it is sent: a line of JSON on stdin, a list of jobs that run at the same time.
-It answers with their process ids and, when all have ended, with how they ended.
-
-A child drives `SaveLogger` on its host side, with NumPy only. After each call that returned, it
-appends a word to its file of acknowledgements, which outlives it.
+Children of the server (`kill_server`) drive `SaveLogger` on its host side, with NumPy only: no JAX
+backend is started in it.
 
     python kill_worker.py                     the server
     python kill_worker.py program ARGS …      a real program, in a process of its own
@@ -25,6 +21,7 @@ import pyarrow
 
 import lox
 import lox.store  # so that no child has to import it
+from kill_server import Acknowledge, die_at, serve
 
 KIND = "threefry2x32"
 FAR = 1e9  # seconds: never
@@ -75,17 +72,6 @@ def write(logger: Any, i: int, lanes: int = 1, name: str = "r{lane}", key: int =
 # --- jobs ----------------------------------------------------------------------------------------
 
 
-class Acknowledge:
-    """Appends words to a file. They are there even if the process dies right after."""
-
-    def __init__(self, path: str):
-        self._write = os.write  # not one that a job replaces
-        self._handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-
-    def __call__(self, word: object) -> None:
-        self._write(self._handle, f"{word}\n".encode())
-
-
 def job_write(
     ack: Acknowledge,
     root: str,
@@ -117,25 +103,7 @@ def job_write(
 
 
 def job_crash(ack: Acknowledge, at: int, half: bool = False, **job: Any) -> None:
-    """Die before the call number `at` that changes a file. `half`: a write is done half first."""
-    calls = 0
-
-    def dying(name: str) -> Any:
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > at:
-                if half and name == "write":
-                    real(args[0], args[1][: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in ("write", "fsync", "replace", "unlink", "mkdir", "ftruncate", "rmdir"):
-        setattr(os, name, dying(name))
+    die_at(at, half)
     job_write(ack, sync_every=FAR, **job)
 
 
@@ -237,25 +205,9 @@ def program(root: str, ack_path: str, how: str, steps: str) -> None:
 # --- the server ----------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    pyarrow.array(np.zeros(1))  # imports pandas, if it is there
-    for line in sys.stdin:
-        jobs = json.loads(line)
-        children = []
-        for job in jobs:
-            child = os.fork()
-            if child == 0:
-                ack = Acknowledge(job.pop("ack"))
-                globals()[f"job_{job.pop('job')}"](ack, **job)
-                return  # the interpreter ends as it does for a program
-            children.append(child)
-        print(json.dumps(children), flush=True)
-        ends = [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children]
-        print(json.dumps(ends), flush=True)
-
-
 if __name__ == "__main__":
     if sys.argv[1:]:
         program(*sys.argv[2:])
     else:
-        serve()
+        pyarrow.array(np.zeros(1))  # imports pandas, if it is there
+        serve(globals())

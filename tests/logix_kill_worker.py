@@ -1,15 +1,10 @@
 """Processes that log runs of logix, to be killed. Driven by `test_logix_faults.py`.
 
-PyTorch takes long to import. So one server imports it and forks a child for every job it is sent,
-a line of JSON on stdin. It answers with the process id and, when the child has ended, with how.
-
-After each `flush` that returned, a child appends the number of its batches to a file, which
-outlives it.
+Children of the server (`kill_server`) acknowledge the number of their batches after each `flush`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -21,10 +16,10 @@ import torch
 
 import logix
 import logix.torch._context  # so that no child has to import it
+from kill_server import Acknowledge, die_at, serve
 
 B = 3  # examples in a batch
 FAR = 1e9  # seconds: never
-CHANGING = ("write", "fsync", "replace", "unlink", "mkdir", "ftruncate", "rmdir")
 
 
 def model_of() -> torch.nn.Module:
@@ -79,42 +74,13 @@ def passes(root: str, count: int, ack: Any = lambda word: None, every: int = 1, 
 # --- jobs ----------------------------------------------------------------------------------------
 
 
-class Acknowledge:
-    """Appends words to a file. They are there even if the process dies right after."""
-
-    def __init__(self, path: str):
-        self._write = os.write  # not one that a job replaces
-        self._handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-
-    def __call__(self, word: object) -> None:
-        self._write(self._handle, f"{word}\n".encode())
-
-
 def job_passes(ack: Acknowledge, root: str, count: int, **how: Any) -> None:
     passes(root, count, ack, **how)
     time.sleep(FAR)
 
 
 def job_crash(ack: Acknowledge, at: int, half: bool = False, **job: Any) -> None:
-    """Die before the call number `at` that changes a file. `half`: a write is done half first."""
-    calls = 0
-
-    def dying(name: str) -> Any:
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > at:
-                if half and name == "write":
-                    real(args[0], args[1][: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CHANGING:
-        setattr(os, name, dying(name))
+    die_at(at, half)
     passes(ack=ack, **job)
     ack("done")
 
@@ -166,19 +132,6 @@ def job_limit(ack: Acknowledge, root: str, limit: int, count: int, workers: int)
     ack("closed")
 
 
-def serve() -> None:
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            sys.stdout = sys.stderr  # what a run says is no answer
-            ack = Acknowledge(job.pop("ack"))
-            globals()[f"job_{job.pop('job')}"](ack, **job)
-            return  # the interpreter ends as it does for a program
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-
-
 if __name__ == "__main__":
-    serve()
+    torch.set_num_threads(1)
+    serve(globals())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -14,19 +13,11 @@ import numpy as np
 import pytest
 
 import lox
+from example_files import EXAMPLES, load
 
-EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 pytest.importorskip("sklearn")
 pytest.importorskip("optax")
 pytest.importorskip("matplotlib")
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for their types
-    spec.loader.exec_module(module)
-    return module
 
 
 def script(name, *options):

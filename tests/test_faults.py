@@ -6,7 +6,6 @@ Nothing acknowledged is lost when the process dies, and corruption is always det
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -15,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from unittest import mock
@@ -27,6 +25,7 @@ import pytest
 
 import kill_worker as worker
 import lox
+from kill_server import Server, kill
 from kill_worker import FAR, described, expected, open_runs, write
 from lox.store import compact, verify
 
@@ -41,48 +40,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and 
 # --- processes -----------------------------------------------------------------------------------
 
 
-class Server:
-    """Forks a child for every job. See `kill_worker`."""
-
-    def __init__(self):
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed below)
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", worker.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
-            text=True,
-        )
-        self.running = []
-
-    def start(self, *jobs):
-        """The process ids of these jobs, once they run."""
-        self.process.stdin.write(json.dumps([{"ack": os.devnull, **j} for j in jobs]) + "\n")
-        self.process.stdin.flush()
-        self.running = json.loads(self.process.stdout.readline())
-        return self.running
-
-    def wait(self):
-        """How they ended: exit codes, or the negative number of a signal."""
-        ends = json.loads(self.process.stdout.readline())
-        self.running = []
-        return ends
-
-    def run(self, *jobs):
-        self.start(*jobs)
-        return self.wait()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
-        self.errors.close()
-
-
 @pytest.fixture(scope="session")
 def shared_server():
-    server = Server()
+    server = Server(worker.__file__, OPENBLAS_NUM_THREADS="1", JAX_PLATFORMS="cpu")
     yield server
     server.close()
 
@@ -90,15 +50,7 @@ def shared_server():
 @pytest.fixture
 def server(shared_server):
     yield shared_server
-    if shared_server.running:  # the test has failed half-way
-        for pid in shared_server.running:
-            kill(pid)
-        shared_server.wait()
-
-
-def kill(pid):
-    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-        os.kill(pid, signal.SIGKILL)
+    shared_server.end_jobs()
 
 
 def until(done):

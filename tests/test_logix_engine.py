@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logix import _array, _compress, _influence, _precondition, _statistics, evaluate
+from logix._beside import load_compression, save_compression
 from logix._compress import Compression, Projector
 from logix._record import Lookup, Outer, Whole
 
@@ -218,8 +219,8 @@ def test_pca_keeps_the_main_directions_and_is_saved(tmp_path):
     values = np.linalg.eigvalsh(averages["fc.weight"]["right"])
     close(np.trace(p.T @ averages["fc.weight"]["right"] @ p), values[-2:].sum())
     close(p.T @ p, np.eye(2))
-    projector.save(tmp_path / "pca.npz")
-    again = Projector.load(Compression.from_json(settings_.to_json()), tmp_path / "pca.npz")
+    save_compression(str(tmp_path), projector)
+    again = load_compression(str(tmp_path))
     for record in records():
         (a,) = _compress.gradients([projector.record(record)]).values()
         (b,) = _compress.gradients([again.record(record)]).values()
@@ -368,12 +369,12 @@ def test_groups_and_layers_add_up(mode):
 
 def test_positions_add_up_to_the_score():
     queries = _compress.gradients(records(5, b=2))
-    found = _influence.token_scores(queries, records())
+    found, rest = _influence.token_shares(queries, records())
     assert found.shape == (2, B, T)
     grads = _compress.gradients(records())
-    names = ["fc.weight", "emb.weight"]
-    want = sum(queries[n].reshape(2, -1) @ grads[n].reshape(B, -1).T for n in names)
-    close(found.sum(-1), want)
+    score = lambda n: queries[n].reshape(2, -1) @ grads[n].reshape(B, -1).T
+    close(found.sum(-1), score("fc.weight") + score("emb.weight"))
+    close(rest, score("fc.bias"))
 
 
 def test_a_half_precision_or_read_only_block_is_read(tmp_path):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,8 +9,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 import logix  # noqa: E402
-
-EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
+from example_files import EXAMPLES, load  # noqa: E402
 
 
 @pytest.fixture
@@ -23,14 +18,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_attribute_digits(one_thread, tmp_path, capsys):

@@ -5,16 +5,12 @@ What was acknowledged is there, what is there is right, and the run can be conti
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import pathlib
 import random
 import signal
-import subprocess
-import sys
-import tempfile
+import threading
 import time
 
 import numpy as np
@@ -24,6 +20,11 @@ torch = pytest.importorskip("torch")
 
 import logix  # noqa: E402
 import logix_kill_worker as worker  # noqa: E402
+from kill_server import Server, kill  # noqa: E402
+from logix._outbox import Outbox  # noqa: E402
+from logix._record import Whole  # noqa: E402
+from logix._rows import entries  # noqa: E402
+from logix.store._writer import RowStore, RowWriter  # noqa: E402
 from logix_kill_worker import FAR, B, batch, expected, log, loss_of, started  # noqa: E402
 from lox import Damaged  # noqa: E402
 
@@ -32,47 +33,10 @@ KILLS = int(os.environ.get("LOX_KILLS", "14"))
 COUNT = 8  # batches
 
 
-class Server:
-    """Forks a child for every job. See `logix_kill_worker`."""
-
-    def __init__(self):
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed below)
-        path = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", worker.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-        self.child = None
-
-    def start(self, **job):
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        self.child = int(self.process.stdout.readline())
-        return self.child
-
-    def wait(self):
-        """How it ended: an exit code, or the negative number of a signal."""
-        end, self.child = int(self.process.stdout.readline()), None
-        return end
-
-    def run(self, **job):
-        self.start(**job)
-        return self.wait()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
-        self.errors.close()
-
-
 @pytest.fixture(scope="module")
 def shared_server():
-    server = Server()
+    path = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
+    server = Server(worker.__file__, PYTHONPATH=path, OMP_NUM_THREADS="1")
     yield server
     server.close()
 
@@ -80,14 +44,7 @@ def shared_server():
 @pytest.fixture
 def server(shared_server):
     yield shared_server
-    if shared_server.child is not None:  # the test has failed half-way
-        kill(shared_server.child)
-        shared_server.wait()
-
-
-def kill(pid):
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    shared_server.end_jobs()
 
 
 def words_in(path):
@@ -150,7 +107,8 @@ def test_killed_at_random_moments(server, tmp_path, whole):
     took = FAR
     for k in range(2):  # the first one waits for the server
         begun, root, ack = time.monotonic(), tmp_path / f"r{k}", tmp_path / f"a{k}"
-        pid = server.start(job="passes", root=str(root), ack=str(ack), count=COUNT)
+        job = dict(job="passes", root=str(root), ack=str(ack), count=COUNT)
+        [pid] = server.start(job)
         while "pass1" not in words_in(ack):
             time.sleep(0.001)
         took = time.monotonic() - begun
@@ -161,10 +119,11 @@ def test_killed_at_random_moments(server, tmp_path, whole):
     for k in range(KILLS):
         root, ack = tmp_path / str(k), tmp_path / f"ack{k}"
         every = random.choice([1, 3])
-        pid = server.start(job="passes", root=str(root), ack=str(ack), count=COUNT, every=every)
+        job = dict(job="passes", root=str(root), ack=str(ack), count=COUNT, every=every)
+        [pid] = server.start(job)
         time.sleep(random.uniform(0.1, 1) * took)
         kill(pid)
-        assert server.wait() == -signal.SIGKILL
+        assert server.wait() == [-signal.SIGKILL]
         words = words_in(ack)
         unfinished += "pass1" not in words
         check(root, words)
@@ -179,7 +138,7 @@ def test_killed_at_a_call(server, tmp_path, whole, half):
     while end != 0:
         root, ack = tmp_path / str(at), tmp_path / f"ack{at}"
         job = dict(job="crash", root=str(root), ack=str(ack), count=COUNT, every=2)
-        end = server.run(at=at, half=half, **job)
+        [end] = server.run(dict(at=at, half=half, **job))
         assert end in (0, -signal.SIGKILL)
         check(root, words_in(ack))
         if at % 5 == 0:
@@ -191,9 +150,7 @@ def test_killed_at_a_call(server, tmp_path, whole, half):
 
 @pytest.mark.parametrize("how", ["end", "exception", "sys.exit", "interrupt", "fork"])
 def test_a_program_that_ends_waits_for_its_rows(server, tmp_path, how):
-    end = server.run(
-        job="exit", root=str(tmp_path), ack=str(tmp_path / "ack"), count=COUNT, how=how
-    )
+    [end] = server.run(dict(job="exit", root=str(tmp_path), count=COUNT, how=how))
     assert end == {"exception": 1, "sys.exit": 3, "interrupt": -signal.SIGINT}.get(how, 0)
     store = logix.LogIX("run", {"root_dir": str(tmp_path)}).store()
     assert store.ids == list(range(COUNT * B))
@@ -209,7 +166,7 @@ def test_a_program_that_ends_waits_for_its_rows(server, tmp_path, how):
 def test_a_full_disk(server, tmp_path, limit, workers):
     ack = tmp_path / "ack"
     job = dict(root=str(tmp_path), ack=str(ack), limit=limit, count=COUNT, workers=workers)
-    assert server.run(job="limit", **job) == 0
+    assert server.run(dict(job="limit", **job)) == [0]
     *told, closed = words_in(ack)
     assert closed == "closed"
     assert 0 < len(told) < COUNT
@@ -287,6 +244,34 @@ def test_rows_that_are_not_finite(tmp_path, workers):
     run.finalize()
     assert run.store().ids == [0, 1, 2, 3, 4, 5]
     np.testing.assert_array_equal(run.store().rows(), expected(2))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_batches_that_can_not_be_copied_take_no_room(tmp_path, beside):
+    rows = lambda device: [Whole("w", torch.ones(B, 4, device=device))]
+    layout = entries(rows("cpu"), frozenset({"grad"}))
+    box = Outbox(RowWriter(tmp_path, [e.to_json() for e in layout]), 0, beside)
+
+    def put(k, device):
+        names, _, passed = box.writer.plan([f"{k}.{i}" for i in range(B)])
+        box.writer.reserve(names, passed)
+        box.put(names, rows(device), layout)
+
+    def several():
+        for _ in range(5):  # more of them than there are buffers
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                put(0, "meta")  # what is there has no numbers
+        put(0, "cpu")
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=several, daemon=True).start()
+    assert done.wait(30), "it waits for a buffer"
+    put(1, "cpu")
+    box.close()
+    store = RowStore(tmp_path)
+    assert store.ids == [f"{k}.{i}" for k in range(2) for i in range(B)]
+    np.testing.assert_array_equal(store.rows(), np.ones((2 * B, 4)))
 
 
 @pytest.mark.parametrize("bad", [1e25, -1e25])

@@ -8,7 +8,14 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from torch_oracle import assert_same, assert_untouched, captured, looped  # noqa: E402
+from torch_oracle import (  # noqa: E402
+    assert_same,
+    assert_untouched,
+    captured,
+    looped,
+    loss_of,
+)
+from torch_oracle import seed as seed  # noqa: E402 (a fixture)
 
 # The first is of torch.compile, whenever a program has an autograd function in it.
 pytestmark = [
@@ -104,16 +111,6 @@ LAYERS = {
     "batch norm 2d": (batch_norm(nn.BatchNorm2d), floats(4, 3, 5)),
 }
 BIAS_ONLY = [kind for kind in LAYERS if "without" not in kind and kind.startswith(("lin", "conv1"))]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def loss_of(model, x):
-    y = model(x)
-    return (torch.sin(y) * torch.arange(1.0, 1 + y[0].numel()).view_as(y[0])).sum()
 
 
 def made(kind):

@@ -21,9 +21,10 @@ from _loxio import Damaged
 from logix import _progress, _result, _statistics
 from logix._analysis import Analysis
 from logix._array import to_numpy
-from logix._compress import flatten, gradients, layout
+from logix._compress import Compression, Projector, flatten, gradients, layout
 from logix._influence import scores
 from logix._loader import LogDataset, LogLoader
+from logix._precondition import prepare
 from logix._record import Lookup, Outer, Whole
 from logix._result import All, Influence, Top, best_columns
 from logix.store._readahead import ahead, plan
@@ -79,6 +80,8 @@ def run_of(path, statistics=None, batch=None):
     return types.SimpleNamespace(
         store=lambda: RowStore(path),
         statistics=statistics or {},
+        has_statistics=lambda: False,
+        compression=Projector(Compression()),
         records=batch or [],
         ids=[f"b{i}" for i in range(B)],
     )
@@ -696,6 +699,18 @@ def test_no_bar_for_what_is_quick(monkeypatch):
     monkeypatch.delenv("LOGIX_PROGRESS", raising=False)
     assert list(_progress.progress(range(3), what="quick")) == [0, 1, 2]
     assert screen.getvalue() == ""
+
+
+def test_eigenvectors_of_many_layers_have_a_bar(monkeypatch):
+    state = fitted(("kfac",))
+    monkeypatch.setattr(_progress, "PATIENCE", -1)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("LOGIX_PROGRESS", raising=False)
+    for find in (_statistics.with_bases, lambda state: prepare("kfac", state)):
+        screen = Screen(True)
+        monkeypatch.setattr(sys, "stderr", screen)
+        find(state)
+        assert f"{len(state)}/{len(state)}" in screen.getvalue()
 
 
 if __name__ == "__main__":

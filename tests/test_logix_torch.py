@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from logix.torch._call import Spreader, counts  # noqa: E402
 from logix.torch._capture import Capture, without_weight_gradients  # noqa: E402
 from logix.torch._coverage import coverage  # noqa: E402
 from logix.torch._units import units  # noqa: E402
@@ -17,19 +18,11 @@ from torch_oracle import (  # noqa: E402
     by_parameter,
     captured,
     looped,
+    loss_of,
 )
+from torch_oracle import seed as seed  # noqa: E402 (a fixture)
 
 B, T, D = 5, 4, 6
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def loss_of(model, x):
-    y = model(x)
-    return (torch.sin(y) * torch.arange(1.0, 1 + y[0].numel()).view_as(y[0])).sum()
 
 
 def mlp():
@@ -175,6 +168,16 @@ def test_parts_of_a_batch(kind, sizes):
             captured(model, x, at_once)
     else:
         assert_same(captured(model, x, at_once), want)
+
+
+@pytest.mark.parametrize("shape", [(B, T), (B, 1), (B,)])
+def test_a_lookup_of_each_example_is_not_waited_for(shape):
+    """What is on the device "meta" has no values that could be seen."""
+    table, x = nn.Embedding(9, D, device="meta"), torch.zeros(shape, dtype=int, device="meta")
+    out = table(x)
+    assert Spreader()(table, out, x, B, "words") is out
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        counts(x)
 
 
 def test_parts_of_different_lengths():

@@ -16,19 +16,17 @@ from logix.torch import _layers  # noqa: E402
 from logix.torch._capture import Capture, without_weight_gradients  # noqa: E402
 from logix.torch._coverage import coverage, row_size, shapes  # noqa: E402
 from logix.torch._units import units  # noqa: E402
-from torch_oracle import assert_same, assert_untouched, by_parameter, captured, looped  # noqa: E402
+from torch_oracle import (  # noqa: E402
+    assert_same,
+    assert_untouched,
+    by_parameter,
+    captured,
+    looped,
+    loss_of,
+)
+from torch_oracle import seed as seed  # noqa: E402 (a fixture)
 
 B, D = 5, 6
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def loss_of(model, x):
-    y = model(x)
-    return (torch.sin(y) * torch.arange(1.0, 1 + y[0].numel()).view_as(y[0])).sum()
 
 
 def mlp():

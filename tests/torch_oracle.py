@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from contextlib import nullcontext as nothing
 
+import pytest
 import torch
 
 from logix._compress import gradients
 from logix.torch import _watch
 from logix.torch._capture import Capture, without_weight_gradients
 from logix.torch._units import inner, units
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers in every test of a file that imports this."""
+    torch.manual_seed(0)
+
+
+def loss_of(model, x):
+    """A sum over examples, in which every number of the output has a slope of its own."""
+    y = model(x)
+    return (torch.sin(y) * torch.arange(1.0, 1 + y[0].numel()).view_as(y[0])).sum()
 
 
 def example(batch, i):

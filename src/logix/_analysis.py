@@ -254,7 +254,7 @@ class Analysis:
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value}: it must be finite and not negative")
         kind = auto(statistics) if hessian == "auto" else hessian
-        if precondition and not statistics and getattr(self._run, "has_statistics", bool)():
+        if precondition and not statistics and self._run.has_statistics():
             raise RuntimeError(
                 "this run has no statistics, but there are some on the disk. Call "
                 "run.initialize_from_log() to use them, or pass precondition=False."
@@ -272,8 +272,8 @@ class Analysis:
 
     def _check_compression(self, store: RowStore) -> None:
         """Gradients that were projected in different ways have the same shapes, and no meaning."""
-        how, meta = getattr(self._run, "compression", None), store.manifest["meta"]
-        if how is not None and "compression" in meta and fingerprint(how) != meta:
+        how, meta = self._run.compression, store.manifest["meta"]
+        if "compression" in meta and fingerprint(how) != meta:
             raise ValueError(
                 f"the rows at {store.path} were compressed by {meta['compression']}, and this run "
                 f"compresses by {how.settings.to_json()}, or by another PCA. Call "

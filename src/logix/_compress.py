@@ -19,13 +19,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from ._array import Array, add_rows, as_float, eigh, like, load, namespace, placed, precise, save
+from ._array import Array, add_rows, as_float, eigh, like, namespace, placed, precise
 from ._record import Lookup, Outer, Record, Whole
 
 Side = Literal["left", "right", "whole"]
@@ -105,14 +104,6 @@ class Projector:
                 if stats[side].ndim == 2 and len(stats[side]) > settings.rank:
                     own[side] = eigh(stats[side])[1][:, -settings.rank :]  # eigenvalues ascend
         return cls(settings, pca)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """A PCA's arrays; the settings belong into a manifest (`to_json`)."""
-        save(self.pca, path)
-
-    @classmethod
-    def load(cls, settings: Compression, path: str | os.PathLike[str]) -> Projector:
-        return cls(settings, load(path))
 
     def record(self, record: Record) -> Record:
         """The record whose gradient is the projected gradient of `record`, in float32 or better."""

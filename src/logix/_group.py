@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 
@@ -19,7 +19,25 @@ def group_of_processes() -> Any:
     return _ranks
 
 
-def raise_others(problems: Sequence[str | None]) -> None:
-    for rank, text in enumerate(problems):
+def together(save: Callable[[], None], also: Any = None) -> list[Any]:
+    """Save in every process. Returns what each of them says as `also`, by their number.
+
+    All of them raise, or none: a process that is waited for in vain hangs the others.
+    """
+    group = group_of_processes()
+    if group is None:
+        save()
+        return [also]
+    problem: Exception | None = None
+    told: str | None = None
+    try:
+        save()
+    except Exception as error:
+        problem, told = error, f"{type(error).__name__}: {error}"
+    every = group.gathered((told, also))
+    if problem is not None:
+        raise problem
+    for rank, (text, _) in enumerate(every):
         if text is not None:
             raise RuntimeError(f"process {rank} could not save: {text}")
+    return [said for _, said in every]

@@ -121,20 +121,13 @@ def self_influence(
     return Influence(ids, out if groups or per_layer else out["total"])
 
 
-def token_scores(queries: Mapping[str, Array], records: Iterable[Record]) -> Array:
-    """(Q, B, T): what each position of each example adds to its score, q·(l_t ⊗ r_t) over layers.
-
-    `queries`: {layer: (Q, left, right)}, preconditioned. What has no position has no share.
-    """
-    return token_shares(queries, records)[0]
-
-
 def token_shares(
     queries: Mapping[str, Array], records: Iterable[Record], positions: int | None = None
 ) -> tuple[Array, Array]:
     """(Q, B, T): the share of each position in the score, and (Q, B): that of all the rest.
 
-    The rest is what has no position: biases and norms (`Whole`), and layers that are used once for
+    That of a position is q·(l_t ⊗ r_t), over the layers of `queries` {layer: (Q, left, right)}. The
+    rest is what has no position: biases and norms (`Whole`), and layers that are used once for
     each example where others are used T times. If several numbers of positions remain, `positions`
     says which one is meant, and the others belong to the rest. Both together are the score.
     """

@@ -100,7 +100,11 @@ class Outbox:
             while start < len(ids):
                 part = slice(start, min(start + step, len(ids)))
                 job = _Job(ids[part], self._buffer(step, namespace(first), cuda))
-                job.begin(records, layout, part, first.device if cuda else None)
+                try:
+                    job.begin(records, layout, part, first.device if cuda else None)
+                except BaseException:  # as when the GPU's memory is full
+                    self._free.put(job.buffer)
+                    raise
                 self._hand_over(job)
                 jobs.append(job)
                 start = part.stop
@@ -135,9 +139,13 @@ class Outbox:
             found = self._free.get()  # the disk is behind
         if found is not None and len(found) >= rows:
             return found
-        if xp.__name__ != "torch":
-            return np.empty(shape, np.float32)
-        return xp.empty(shape, dtype=xp.float32, device="cpu", pin_memory=pinned)
+        try:
+            if xp.__name__ != "torch":
+                return np.empty(shape, np.float32)
+            return xp.empty(shape, dtype=xp.float32, device="cpu", pin_memory=pinned)
+        except BaseException:
+            self._made -= 1  # a later call would wait for it, for ever
+            raise
 
     def _begin(self) -> None:
         if self._thread is None or not self._thread.is_alive():

@@ -25,6 +25,7 @@ import numpy as np
 
 from ._array import Array, as_double, like, namespace, placed, precise
 from ._compress import Layout, flatten, unflatten
+from ._progress import progress
 from ._statistics import BASES, State, average, eigh
 
 KINDS = ("none", "diagonal", "kfac", "ekfac", "raw")
@@ -147,7 +148,8 @@ def prepare(
             # Squares of a matrix are not what K-FAC keeps: it was not accumulated.
             found = {n: None if _is_matrix(s) else _spectrum(kind, s) for n, s in own.items()}
         else:
-            found = {layer: _spectrum(kind, s) for layer, s in own.items()}
+            every = progress(own.items(), what="eigenvectors")
+            found = {layer: _spectrum(kind, s) for layer, s in every}
         spectra = {layer: s for layer, s in found.items() if s is not None}
         if not spectra or len(spectra) < len(found):
             missing = ", ".join(repr(layer) for layer in found if layer not in spectra) or "all"

@@ -34,7 +34,7 @@ from ._beside import (
 )
 from ._compress import Compression, Projector
 from ._config import LoggingConfig
-from ._group import group_of_processes, raise_others
+from ._group import group_of_processes, together
 from ._outbox import Outbox
 from ._record import Lookup
 from ._rows import Entry, Logged, arrays, difference, entries, some
@@ -217,22 +217,10 @@ class Saved:
 
     def finish(self, local: Any) -> Any:
         """Close the rows; the sums of all processes."""
-        group, problem = group_of_processes(), None
-        try:
-            self.close()
-        except Exception as error:
-            if group is None:
-                raise
-            problem = error
+        self._has_rows = any(together(self.close, self._has_rows))
+        group = group_of_processes()
         if group is None:
             return local
-        # All of them raise, or none: a process that is waited for in vain hangs the others.
-        told = None if problem is None else f"{type(problem).__name__}: {problem}"
-        every = group.gathered((told, self._has_rows))
-        if problem is not None:
-            raise problem
-        raise_others([text for text, _ in every])
-        self._has_rows = any(rows for _, rows in every)
         if self._has_rows:
             self._how |= dict(resume=True, overwrite=False, again=False)
         _passes[self.path] += 1
@@ -248,20 +236,8 @@ class Saved:
 
         `second`: since they were written last, only sums of EK-FAC's second pass have changed.
         """
-        group, problem = group_of_processes(), None
-        try:
-            if self.rank == 0:
-                self._write(statistics, how, second)
-        except Exception as error:
-            if group is None:
-                raise
-            problem = error
-        if group is not None:
-            told = None if problem is None else f"{type(problem).__name__}: {problem}"
-            every = group.gathered(told)
-            if problem is not None:
-                raise problem
-            raise_others(every)
+        own = lambda: self._write(statistics, how, second)
+        together(own if self.rank == 0 else lambda: None)
         self._replaces = False
         self._own_statistics |= bool(statistics)
 

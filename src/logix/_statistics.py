@@ -35,6 +35,7 @@ from ._array import Array, copied, like, namespace, precise, to_numpy
 from ._array import eigh as eigh
 from ._array import load as load
 from ._array import save as save
+from ._progress import progress
 from ._record import Record, Whole
 
 State = Mapping[str, Mapping[str, Array]]
@@ -153,7 +154,7 @@ def with_bases(state: State) -> dict[str, dict[str, Array]]:
     state that is given.
     """
     out = {}
-    for layer, stats in state.items():
+    for layer, stats in progress(state.items(), what="eigenvectors"):
         kept = {n: x for n, x in stats.items() if n not in (*BASES, "eigen", "eigen_n")}
         for side in ("left", "right"):
             if side in stats:

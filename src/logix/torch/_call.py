@@ -78,16 +78,16 @@ class Spreader:
         if table and x.ndim > 1 and (out.ndim != x.ndim + 1 or len(out) != len(x)):
             return out.expand(len(x), *out.shape[-2:])  # it makes positions of what it is given
         named = any(word in name.rpartition(".")[2] for word in _POSITIONS)
-        if torch.compiler.is_compiling():  # neither values nor what came before are known
-            size, alone = batch, named
-        else:
-            size = batch if self.size is None else self.size
-            alone = named or counts(x)
-        if alone and x.ndim > 1 and x.shape[0] == 1 != size:
-            return out.expand(size, *out.shape[1:])
-        if alone and x.ndim == 1 and (named or x.shape[0] != size):
-            return out.expand(size, *out.shape)
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()  # neither values nor what came before are known
+        if compiling and not named:
+            return out
+        size = batch if compiling or self.size is None else self.size
+        once = x.ndim > 1 and x.shape[0] == 1 != size
+        flat = x.ndim == 1 and (named or x.shape[0] != size)
+        # Values come last: to see them is to wait for a GPU.
+        if (once or flat) and (named or counts(x)):
+            return out.expand(size, *(out.shape[1:] if once else out.shape))
+        if not compiling:
             self.note(x)
         return out
 
