@@ -19,6 +19,7 @@ from typing import Any
 import logify
 import logix
 import logix.evaluate
+import logix.jax
 import logix.store
 import logix.utils
 import lox
@@ -26,9 +27,11 @@ import lox.store
 import lox.wandb
 
 PATH = pathlib.Path(__file__).resolve().parent / "reference.md"
-PACKAGES = (lox, lox.store, lox.wandb, logify, logix, logix.utils, logix.evaluate, logix.store)
+PACKAGES = (lox, lox.store, lox.wandb, logify, logix, logix.jax, logix.utils)
+PACKAGES += (logix.evaluate, logix.store)
 WIDTH = 92
-HIDDEN = ("logix._watching", "logix._analysing")  # parts of LogIX
+# Parts of LogIX.
+HIDDEN = ("logix._watching", "logix._analysing", "logix._taking", "logix._extracting")
 
 HEAD = """\
 # Reference

@@ -39,7 +39,9 @@ GROUPS = {"lox": "lox", "store": "lox.store", "loggers": "lox.loggers"}
 
 # The same of logix: the engine, the store, runs; then what is for PyTorch, and for trainers.
 LOGIX = {
-    "logix": ["_array", "_record", "_compress", "_sums", "_statistics", "_precondition"],
+    "logix": [
+        *("_array", "_record", "_compress", "_norms", "_sums", "_statistics", "_precondition"),
+    ],
     "logix.store": [
         *("_ids", "_rowtypes", "_commits", "_reader", "_verify", "_claim", "_writer", "_opened"),
         *("_rings", "_readahead", "__init__"),
@@ -48,14 +50,17 @@ LOGIX = {
         *("_result", "_influence", "_loader", "_beside", "_analysis", "evaluate", "_config"),
         *(
             "_rows",
+            "_finite",
             "_outbox",
             "_group",
             "_saved",
             "_settings",
             "_analysing",
             "_watching",
+            "_taking",
             "_block",
             "utils",
+            "_extracting",
             "_run",
         ),
         *("_scheduler", "__init__"),
@@ -63,6 +68,12 @@ LOGIX = {
     "logix.torch": [
         *("_call", "_watch", "_layers", "_experts", "_units", "_parts", "_passes", "_scale"),
         *("_recompute", "_capture", "_context", "_coverage", "_ranks", "__init__"),
+    ],
+    "logix.jax": [
+        *("_view", "_arrange", "_ragged", "_site", "_products", "_convolution", "_lookup"),
+        *("_sites", "_logged", "_shards", "_entrywise", "_plan", "_follow", "_names", "_coverage"),
+        *("_explicit", "_capture", "_additive", "_batches", "_stacks", "_step", "_program"),
+        *("_ranks", "__init__"),
     ],
     "logix.integrations": [
         *("_arguments", "_examples", "_extraction", "_losses", "_positions", "__init__"),

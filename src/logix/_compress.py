@@ -16,10 +16,11 @@ in another framework, is projected the same way.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -121,8 +122,14 @@ class Projector:
             if record.rows <= self.settings.rank:
                 return Lookup(name, record.i, right, record.rows)
             make = lambda: self.matrix(layer, "left", record.rows)
-            left = placed(self._cache, (layer, "left", record.rows), make, right)
+            left = self.placed((layer, "left", record.rows), make, right)
             return Outer(name, right, left[record.i])
+
+    def placed(
+        self, key: Hashable, make: Callable[[], Array], other: Array, cast: bool = True
+    ) -> Array:
+        """What `make` gives, as an array like `other`, made once."""
+        return placed(self._cache, key, make, other, cast)
 
     def matrix(self, layer: str, side: Side, dim: int) -> Array:
         """(dim, rank), in float64 if it is random."""
@@ -145,15 +152,15 @@ class Projector:
         # bfloat16 has the range of float32, and products of its own are fast. float16 may overflow.
         x = x if getattr(x.dtype, "itemsize", 4) == 2 and "bf" in str(x.dtype) else as_float(x)
         make = lambda: self.matrix(layer, side, dim)
-        return as_float(x @ placed(self._cache, (layer, side, dim), make, x))
+        return as_float(x @ self.placed((layer, side, dim), make, x))
 
     def _whole(self, layer: str, x: Array) -> Array:
         if x.ndim != 3:
             n, kept = math.prod(x.shape[1:]), self.settings.rank**2
             return self._fold(layer, "whole", x.reshape(-1, n), kept) if n > kept else as_float(x)
         if self.settings.init == "pca":  # of two sides no covariance is known
-            random = Projector(dataclasses.replace(self.settings, init="random"))
-            random._cache = self._cache
+            random = copy.copy(self)
+            random.settings = dataclasses.replace(self.settings, init="random")
             return random._whole(layer, x)
         x = self._side(layer, "right", x)
         return self._side(layer, "left", x.swapaxes(1, 2)).swapaxes(1, 2)
@@ -163,8 +170,8 @@ class Projector:
         x = as_float(x)
         fold = lambda i: lambda: _fold(self.settings.seed, layer, side, x.shape[-1], rank)[i]
         key = (layer, side, x.shape[-1], rank)
-        index = placed(self._cache, (*key, "index"), fold(0), x, cast=False)
-        signs = placed(self._cache, (*key, "signs"), fold(1), x)
+        index = self.placed((*key, "index"), fold(0), x, cast=False)
+        signs = self.placed((*key, "signs"), fold(1), x)
         return (x[..., index] * signs).reshape(*x.shape[:-1], rank, -1).sum(-1)
 
     def _random(self, layer: str, side: Side, dim: int) -> np.ndarray:

@@ -8,15 +8,19 @@ from typing import Any
 
 
 def group_of_processes() -> Any:
-    """The processes of this run, if PyTorch has started several."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available():
-        return None
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return None
-    from .torch import _ranks
+    """The processes of this run, if PyTorch or JAX has started several."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    several = getattr(torch, "distributed", None)
+    if several is not None and several.is_available() and several.is_initialized():
+        from .torch import _ranks
 
-    return _ranks
+        if several.get_world_size() > 1:
+            return _ranks
+    if jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
+        from .jax import _ranks as processes
+
+        return processes
+    return None
 
 
 def together(save: Callable[[], None], also: Any = None) -> list[Any]:

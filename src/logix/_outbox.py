@@ -17,13 +17,14 @@ import math
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ._array import namespace
-from ._rows import Entry, fill, sample
+from ._rows import Entry, fill, sample, some
 from .store._writer import RowWriter
 
 BLOCK = 1 << 23  # bytes that are filled, hashed and written at a time: they stay in the cache
@@ -69,6 +70,57 @@ class _Job:
         return rows[: len(self.ids)]
 
 
+class _Given(_Job):
+    """Rows that are there as they will be written: nothing is filled, and no buffer is used."""
+
+    def __init__(self, ids: Sequence[Any], rows: np.ndarray):
+        super().__init__(ids, None)
+        self._rows = rows
+
+    def rows(self) -> np.ndarray:
+        return self._rows
+
+
+class Reserved:
+    """A batch that may be written, as far as its ids go: those of `keep` are new."""
+
+    def __init__(self, box: Outbox, ids: Sequence[Any], layout: Sequence[Entry], layers: set[str]):
+        self.box, self.layout, self._layers, self._all = box, layout, layers, len(ids)
+        self.names, self.keep, self._passed = box.writer.plan(ids)
+        if len(self.keep) < len(ids):
+            self.names = [self.names[i] for i in self.keep]
+
+    def hold(self) -> None:
+        """From now on these ids are there."""
+        self.box.writer.reserve(self.names, self._passed)
+
+    def release(self) -> None:
+        """They will not be written: all is as it was before `hold`."""
+        self.box.writer.release(self.names, self._passed)
+
+    def without(self, numbers: Sequence[int]) -> None:
+        """Some examples of the batch will not be written."""
+        gone = set(numbers)
+        self.box.writer.release([n for n, i in zip(self.names, self.keep) if i in gone])
+        self.names = [n for n, i in zip(self.names, self.keep) if i not in gone]
+        self.keep = [i for i in self.keep if i not in gone]
+
+    def write(self, logged: Sequence[Any]) -> None:
+        """Write the batch, whose ids are held."""
+        chosen = [record for record in logged if record.layer in self._layers]
+        if self.keep and len(self.keep) < self._all:
+            chosen = [some(x, self.keep) for x in chosen]
+        if self.keep:
+            self.box.put(self.names, chosen, self.layout)
+
+    def write_rows(self, rows: np.ndarray) -> None:
+        """The same with rows, (examples, D) in float32, that nobody changes any more."""
+        if len(self.keep) < self._all:
+            rows = rows[self.keep]
+        if self.keep:
+            self.box.put_rows(self.names, rows)
+
+
 class Outbox:
     """Writes batches of records to a store.
 
@@ -88,6 +140,7 @@ class Outbox:
         self._telling = threading.Lock()
         self._error: BaseException | None = None
         self._lost: list[Any] = []  # ids that were not written
+        self._ends: deque[threading.Event] = deque()  # of batches whose rows wait as they are
 
     def put(self, ids: Sequence[Any], records: Sequence[Any], layout: Sequence[Entry]) -> None:
         """Write the rows of a batch (whose ids are of `writer.reserve`), or have them written."""
@@ -115,6 +168,23 @@ class Outbox:
             with contextlib.suppress(Exception):  # it comes to it, and tells what is wrong
                 job.fill(wait=False)
 
+    def put_rows(self, ids: Sequence[Any], rows: np.ndarray) -> None:
+        """Write rows as they are. At most a few batches of them wait."""
+        step = max(1, BLOCK // (4 * self.writer.type.dim))
+        start = 0
+        try:
+            for start in range(0, len(ids), step):
+                self._hand_over(_Given(ids[start : start + step], rows[start : start + step]))
+        except BaseException:
+            self.writer.release(ids[start:])
+            raise
+        if self.beside:
+            done = threading.Event()
+            self._jobs.put(done)
+            self._ends.append(done)
+            if len(self._ends) > 3:
+                self._ends.popleft().wait()  # the disk is behind
+
     def _hand_over(self, job: _Job) -> None:
         try:
             if self.beside:
@@ -123,9 +193,13 @@ class Outbox:
                 return
             self._write(job)
         except BaseException:
-            self._free.put(job.buffer)
+            self._give_back(job)
             raise
-        self._free.put(job.buffer)
+        self._give_back(job)
+
+    def _give_back(self, job: _Job) -> None:
+        if job.buffer is not None:
+            self._free.put(job.buffer)
 
     def _buffer(self, rows: int, xp: Any, pinned: bool) -> Any:
         """Room for rows on the host: what has been written, or new."""
@@ -171,7 +245,8 @@ class Outbox:
                 with self._telling:
                     self._error = self._error or error
                     self._lost += job.ids
-            self._free.put(job.buffer)
+            self._give_back(job)
+            del job  # its rows are not needed while the next one is waited for
 
     def _write(self, job: _Job) -> None:
         self.writer.append(job.ids, job.rows(), reserved=True)

@@ -189,28 +189,3 @@ def shown(records: Sequence[Logged], kinds: frozenset[str]) -> dict[str, dict[st
             if kind in kinds and (x := value(record, kind)) is not None:
                 own[kind] = x
     return {layer: own for layer, own in out.items() if own}
-
-
-def check_finite(ids: Sequence[Any], records: Sequence[Record]) -> None:
-    """One example with NaN would spoil the sums of all: it is an error, before they are touched."""
-    total: Any = 0.0
-    for record in records:
-        for x in _floats(record):
-            with precise(x):
-                total = total + x.sum()  # finite only if all of it is
-    if float(total) - float(total) == 0:
-        return
-    for record in records:
-        for x in _floats(record):
-            good = np.isfinite(to_numpy(as_float(x)).reshape(len(x), -1)).all(axis=1)
-            if not good.all():
-                bad = ", ".join(repr(i) for i, yes in zip(ids, good) if not yes)
-                raise ValueError(
-                    f"the gradient of {bad} is not finite in layer {record.layer!r}, and would "
-                    "spoil the statistics. Nothing of this batch was logged: leave these out."
-                )
-
-
-def _floats(record: Record) -> list[Array]:
-    found = (record.value,) if isinstance(record, Whole) else (record.g,)
-    return [*found, record.a] if isinstance(record, Outer) else [*found]

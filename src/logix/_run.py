@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from . import _statistics
 from ._analysing import Analysing
 from ._analysis import Analysis
-from ._beside import SECOND, load_compression
+from ._beside import load_compression
 from ._block import Block
 from ._compress import Compression, Projector
 from ._config import read_config
-from ._record import Record
-from ._rows import Activation, check_finite, shown
+from ._extracting import Extracting
+from ._rows import shown
 from ._saved import Saved
-from ._settings import Settings, parse
-from ._watching import Watching
+from ._settings import parse
 from .utils import given_ids
 
-# Words of statistics that need no gradient of a parameter.
-OF_POSITIONS = frozenset(w for w in _statistics.WORDS if w.startswith(("forward", "backward")))
 Log = tuple[list[Any], dict[str, dict[str, Any]]]
 
 
-class LogIX(Watching, Analysing):
+class LogIX(Extracting, Analysing):
     """A run: what is logged of a model, where it is kept, and what is computed from it.
 
     >>> import tempfile, torch, logix
@@ -59,7 +54,8 @@ class LogIX(Watching, Analysing):
     - `overwrite`: remove what is saved under this name.
     - `duplicates`: what becomes of an id that is there already: `"error"`, `"keep_first"` or
       `"keep_all"`.
-    - `nonfinite`: what becomes of a row with NaN or infinity: `"error"` or `"keep"`.
+    - `nonfinite`: what becomes of an example whose gradient has NaN or infinity: `"error"`;
+      `"skip"` leaves it out; `"keep"` saves its row. `finalize` says how many there were.
     """
 
     def __init__(
@@ -78,24 +74,15 @@ class LogIX(Watching, Analysing):
             config = dataclasses.replace(
                 read_config(config), logging=read_config({"logging": logging_config}).logging
             )
-        super().__init__(read_config(config))
+        super().__init__(read_config(config), nonfinite)
         self.project = project
         self.path = os.path.join(self.config.root_dir, project)
-        how = dict(resume=resume, overwrite=overwrite, duplicates=duplicates, nonfinite=nonfinite)
+        how = dict(resume=resume, overwrite=overwrite, duplicates=duplicates)
+        how |= dict(nonfinite="keep" if nonfinite == "keep" else "error")
         self._saved = Saved(self.path, self.config.logging, how)
-        self.settings = Settings()
-        # Statistics of the passes before, of all processes; of this pass, of this process.
-        self._earlier: dict[str, dict[str, Any]] = {}
-        self._fresh: dict[str, dict[str, Any]] = {}
-        self._written: Any = None  # what is on the disk of `_earlier`
         self.influence = Analysis(self)
         self._open: Any = None
-        self._logging = True
-        self.ids: list[Any] = []  # of the last batch
-        self.records: list[Record] = []
-        self._tensors: list[Activation] = []
         self._save: bool | None = None
-        self._told: set[str] = set()
 
     # --- what to do --------------------------------------------------------------------------
 
@@ -147,11 +134,14 @@ class LogIX(Watching, Analysing):
         - `save`: whether this batch is saved; by default what `setup` says.
         - `weight_grads`: True to have gradients in the parameters too, to train on the same pass.
         """
+        if self._program is not None:
+            raise TypeError(
+                "this run watches a loss of JAX, which has no backward pass to wait for: call "
+                "run.extract(batches, ids=…), or run.log(batch, ids=…) for queries."
+            )
         if self._model is None:
             raise RuntimeError("there is no model to log from. Call watch(model) first.")
         return Block(self._batch(data_id, mask, save, weight_grads))
-
-    log = __call__
 
     @contextlib.contextmanager
     def _batch(
@@ -188,57 +178,6 @@ class LogIX(Watching, Analysing):
         self._save = self._save if save is None else save
         opened.__exit__(None, None, None)
 
-    def _take(
-        self,
-        ids: list[Any],
-        records: list[Record],
-        tensors: list[Activation],
-        mask: Any,
-        save: bool | None,
-    ) -> None:
-        """What becomes of a batch."""
-        if self.settings.log or not self._logging:  # else no one asks for them
-            self.records = records
-        self.ids, self._tensors = ids, tensors
-        kinds = self.settings.save if self._logging else frozenset()
-        if save is not None:
-            any_kind = self.settings.save or self.settings.log or frozenset({"grad"})
-            kinds = any_kind if save else frozenset()
-        # Whatever may be wrong with the batch is found before it has changed anything.
-        logged = [*records, *tensors]
-        what = self.settings.statistics if self._has_bases() else self.settings.sums
-        if what and self._logging:
-            check_finite(ids, records)
-        write = self._saved.reserve(ids, logged, kinds, self.compression) if kinds else None
-        if what and self._logging:
-            if self._saved.replaces_statistics():
-                self._tell("the statistics on the disk are replaced by those of this pass")
-            if not self._fresh and self._has_bases():
-                self._fresh = _bases(self._earlier)
-            add = functools.partial(_statistics.update, cpu=self.config.logging.cpu_offload)
-            self._fresh = add(self._fresh, records, what, mask=mask)
-            for x in tensors:
-                own = mask if x.has_positions(mask) else None
-                self._fresh = add(self._fresh, [x.as_record()], what & OF_POSITIONS, mask=own)
-        if write is not None:
-            write()
-
-    @property
-    def statistics(self) -> dict[str, dict[str, Any]]:
-        """Sums over all that was logged. `averages` of them are means and covariances."""
-        return _statistics.merge(self._earlier, self._fresh) if self._fresh else self._earlier
-
-    @property
-    def in_a_pass(self) -> bool:
-        """Whether something was logged since `finalize`."""
-        return bool(self._fresh)
-
-    def _has_bases(self) -> bool:
-        return any(b in s for s in self._earlier.values() for b in _statistics.BASES)
-
-    def _forget(self) -> None:
-        self._earlier, self._fresh = {}, {}
-
     def get_log(self, copy: bool = False) -> Log:
         """The ids and logs of the last batch: `(ids, {layer: {"grad": rows}})`.
 
@@ -255,21 +194,6 @@ class LogIX(Watching, Analysing):
     def flush(self) -> None:
         """Wait until all rows so far are with the operating system, which a crash can't undo."""
         self._saved.flush()
-
-    def finalize(self) -> None:
-        """End a pass over the data: rows and statistics are on the disk, of all processes."""
-        fresh, self._fresh = self._saved.finish(self._fresh), {}
-        names = {name for stats in fresh.values() for name in stats}
-        second = self._earlier is self._written and names <= {*SECOND, *_statistics.BASES}
-        self._earlier = _statistics.merge(self._earlier, fresh)
-        if "ekfac" in self.settings.statistics and not self._has_bases():
-            self._earlier = self._saved.same(_statistics.with_bases(self._earlier))
-            self._saved.same_data_again()  # the second pass of EK-FAC
-        if cut := set(_statistics.diagonal_sides(self._earlier)) - self._told:
-            self._tell(f"only the diagonal of the covariance is kept of {', '.join(sorted(cut))}")
-            self._told |= cut
-        self._saved.write(self._earlier, self.compression, second)
-        self._written = self._earlier
 
     def close(self) -> None:
         """End the run where it is: rows are on the disk, statistics of this pass are forgotten."""
@@ -293,8 +217,3 @@ class LogIX(Watching, Analysing):
 
 class _GivenUp(BaseException):
     """Ends a batch whose records nobody will ask for."""
-
-
-def _bases(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    known = {k: {n: s[n] for n in _statistics.BASES if n in s} for k, s in state.items()}
-    return {layer: own for layer, own in known.items() if own}

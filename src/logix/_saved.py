@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from _loxio import Damaged
@@ -35,9 +35,9 @@ from ._beside import (
 from ._compress import Compression, Projector
 from ._config import LoggingConfig
 from ._group import group_of_processes, together
-from ._outbox import Outbox
+from ._outbox import Outbox, Reserved
 from ._record import Lookup
-from ._rows import Entry, Logged, arrays, difference, entries, some
+from ._rows import Entry, Logged, arrays, difference, entries
 from .store._claim import clear
 from .store._opened import Opened
 from .store._rowtypes import RowType
@@ -79,8 +79,8 @@ class Saved:
 
     def reserve(
         self, ids: Sequence[Any], logged: Sequence[Logged], kinds: frozenset[str], how: Projector
-    ) -> Callable[[], None]:
-        """Check that a batch may be written. What is returned writes it."""
+    ) -> Reserved:
+        """Check that a batch may be written. Of its arrays only the shapes are looked at."""
         layout = entries(logged, kinds)
         if not layout:
             raise ValueError(f"there is nothing to save: no layer has {' or '.join(sorted(kinds))}")
@@ -88,8 +88,10 @@ class Saved:
         logged = [record for record in logged if record.layer in saved]
         for record in logged:
             for x in arrays(record).values():
-                if len(x) != len(ids):
-                    raise ValueError(f"{len(ids)} ids for a batch of {len(x)} in {record.layer!r}")
+                if x.shape[0] != len(ids):
+                    raise ValueError(
+                        f"{len(ids)} ids for a batch of {x.shape[0]} in {record.layer!r}"
+                    )
         tables = [r.layer for r in logged if isinstance(r, Lookup)] if "forward" in kinds else []
         if tables and self.logging.dtype != "float32":
             raise ValueError(
@@ -109,19 +111,7 @@ class Saved:
                     f"{self._compression.settings}, or has other projections. Begin another run."
                 )
             self._compression = how
-        box, chosen = self._outbox, logged
-        names, keep, passed = box.writer.plan(ids)
-        if len(keep) < len(ids):
-            names = [names[i] for i in keep]
-
-        def write() -> None:
-            box.writer.reserve(names, passed)
-            if len(keep) == len(ids):
-                box.put(names, chosen, layout)
-            elif keep:
-                box.put(names, [some(x, keep) for x in chosen], layout)
-
-        return write
+        return Reserved(self._outbox, ids, layout, saved)
 
     def _open(self, layout: Sequence[Entry], how: Projector) -> Outbox:
         group = group_of_processes()
@@ -174,6 +164,11 @@ class Saved:
     def same_data_again(self) -> None:
         """The next pass gives the same rows once more: they are passed over."""
         self._how |= dict(again=True)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether rows may be there already; the same in all processes."""
+        return bool(self._how["resume"])
 
     def flush(self) -> None:
         if self._outbox is not None:

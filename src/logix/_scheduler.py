@@ -59,6 +59,13 @@ class LogIXScheduler:
         return 1 + (self.lora == "pca") + (self.hessian == "ekfac")
 
     def __iter__(self) -> Iterator[int]:
+        self.run._scheduled = True  # `extract` goes once over the data each time
+        try:
+            yield from self._passes()
+        finally:
+            self.run._scheduled = False
+
+    def _passes(self) -> Iterator[int]:
         run, passes = self.run, 0
         if self.lora == "pca":
             run.setup({"statistic": "kfac"})

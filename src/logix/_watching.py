@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from . import _statistics
 from ._beside import load_compression
 from ._compress import Compression, Projector
 from ._config import Config, LoRAConfig, read_section
+from ._group import group_of_processes
 from ._rows import Activation
 from ._saved import Saved
 
@@ -35,6 +37,7 @@ class Watching:
         self.compression = Projector(Compression())
         self._model: Any = None
         self._units: dict[str, Any] = {}
+        self._program: Any = None  # of a JAX loss
         self._extra: dict[str, Slot] = {}  # of watch_activation
 
     @property
@@ -46,18 +49,52 @@ class Watching:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"LogIX({self._saved.path!r}, layers watched: {len(self._units)})"
+        layers = (
+            len(self._units) if self._program is None else len(self._program.capture.watched.chosen)
+        )
+        return f"LogIX({self._saved.path!r}, layers watched: {layers})"
 
     def watch(
-        self, model: Any, type_filter: Any = None, name_filter: Any = None, strict: bool = False
+        self,
+        model: Any,
+        type_filter: Any = None,
+        name_filter: Any = None,
+        strict: bool = False,
+        **how: Any,
     ) -> None:
-        """Choose the layers of a model: all with trained parameters, or those the filters name.
+        """Choose what is logged: the layers of a PyTorch model, or the parameters of a JAX loss.
 
-        It prints what that covers, and how large a row is. With `strict`, a trained parameter that
-        is not covered, or shared with a layer that is not watched, is an error.
+            run.watch(model)                # layers with trained parameters
+            run.watch(loss, params)         # loss(params, example): a number for one example
+
+        It prints what that covers, and how large a row is: of a loss, at the first batch.
+
+        Arguments, of a model:
+
+        - `type_filter`, `name_filter`: only layers of these types, whose names contain these words.
+        - `strict`: a trained parameter that is not covered, or shared with a layer that is not
+          watched, is an error.
+
+        Arguments, of a loss, by their names: those of `logix.jax.capture` (`filter`, `batched`,
+        `logs`, `strict`, `names`).
         """
         if not hasattr(model, "named_modules"):
-            raise TypeError(f"watch takes a torch.nn.Module, and {type(model).__name__} was given")
+            params = how.pop("params", type_filter)
+            if not callable(model) or params is None or name_filter is not None:
+                raise TypeError(
+                    "watch takes a torch.nn.Module, or a loss of JAX and its parameters: "
+                    f"watch(loss, params). {type(model).__name__} was given."
+                )
+            from .jax import capture
+            from .jax._program import Program
+
+            self._program = Program(capture(model, params, strict=strict, **how), params)
+            if (group := group_of_processes()) is not None:
+                group.meet()  # now, since later one of them may have no batch
+            self._model, self._units = None, {}
+            return
+        if how:
+            raise TypeError(f"watch(model) does not know {sorted(how)}: they are for a loss of JAX")
         from .torch._coverage import coverage
         from .torch._units import units
 
@@ -70,7 +107,7 @@ class Watching:
                 f"no layer is left to watch: type_filter={type_filter!r}, name_filter="
                 f"{name_filter!r}. Names are those of model.named_modules()."
             )
-        self._model, self._units = model, found
+        self._model, self._units, self._program = model, found, None
         self._tell(f"watching {covered}; {self._row()}")
 
     def watch_activation(self, tensors: Mapping[str, Any]) -> None:
@@ -170,20 +207,29 @@ class Watching:
             self.compression = Projector(settings)
         if clear:
             self._forget()
+        if self._program is not None and (type_filter or name_filter):
+            raise TypeError("parameters of a JAX loss are chosen by watch(loss, params, filter=…)")
         if watch and self._model is not None and (type_filter or name_filter):
             self.watch(self._model, type_filter, name_filter)
-        elif self._units:
+        elif self._shapes():
             self._tell(f"gradients are compressed; {self._row()}")
 
-    def _row(self) -> str:
-        from .torch._coverage import row_size, shapes
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the gradient of one example, by layer, as far as it is known yet."""
+        if self._program is not None:
+            return self._program.shapes
+        if not self._units:
+            return {}
+        from .torch._coverage import shapes
 
-        whole = shapes(self._units)
-        small = {name: self.compression.settings.shape(s) for name, s in whole.items()}
-        size, values = row_size(whole), row_size(small)
+        return shapes(self._units)
+
+    def _row(self) -> str:
+        whole, how = list(self._shapes().values()), self.compression.settings
+        values, ratio = sum(math.prod(how.shape(s)) for s in whole), how.ratio(whole)
         text = f"a row has {values:,} values ({_bytes(values * self._saved.itemsize)})"
-        if values < size:
-            text += f", {size / values:,.0f} times fewer than the gradients of these layers"
+        if ratio > 1:
+            text += f", {ratio:,.0f} times fewer than the gradients of these layers"
         return text
 
     def _tell(self, text: str) -> None:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from . import _compat
 from ._event import Array, Event
-from ._interpret import interpret
+from ._interpret import RULES, interpret
 from ._primitive import EventEffect, LogEffect, emit, handed_on, is_log, read
 from ._rows import Rows, combine
 from ._survey import survey
@@ -37,7 +37,6 @@ class Collector:
 
     effect: ClassVar[type] = LogEffect
     defers: ClassVar[bool] = False  # may events wait until the equations after them are bound
-    enters_all: ClassVar[bool] = False  # look into constructs that have no event in sight
 
     def __init__(self, state: State):
         self.state = state
@@ -45,6 +44,18 @@ class Collector:
 
     def event(self, args: list[Array], params: dict[str, Any]) -> list[Array]:
         raise NotImplementedError
+
+    def enters(self, eqn: Any) -> bool:
+        """Whether to look at an equation that has no event in sight."""
+        return False
+
+    def equation(self, eqn: Any, args: list[Array]) -> list[Array] | None:
+        """A chance to treat an equation in its own way; None leaves it to the rules."""
+        return None
+
+    def made(self, eqn: Any, outs: list[Array]) -> list[Array]:
+        """A chance to change what an equation that was looked at has made."""
+        return outs
 
     def loop(self, eqn: Any, args: list[Array]) -> list[Array] | None:
         """A chance to treat a whole loop in its own way; None leaves it to the rule."""
@@ -135,7 +146,8 @@ class Drop(Rewrite):
 class Silence(Drop):
     """Events disappear, also those that a custom derivative's rule will only log when it is run."""
 
-    enters_all = True
+    def enters(self, eqn: Any) -> bool:
+        return eqn.primitive.name in RULES
 
 
 def has_events(*jaxprs: Any) -> bool:

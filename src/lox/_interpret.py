@@ -2,9 +2,10 @@
 
     interpret : jaxpr, args, collector -> outs
 
-Equations that hold no log are bound again untouched; their effects tell. A log goes to the
-collector. For anything else there is one rule per primitive (`_rules`), which calls the public JAX
-function again with a new body. Jaxprs are never edited: JAX caches and shares them.
+Equations that hold no log are bound again untouched; their effects tell, and the collector, which
+may look at others as well (`enters`, `equation`, `made`). A log goes to the collector. For
+anything else there is one rule per primitive (`_rules`), which calls the public JAX function again
+with a new body. Jaxprs are never edited: JAX caches and shares them.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def interpret(jaxpr: Any, args: Sequence[Any], collector: Any) -> list[Any]:
         for eqn in events + other:
             with _compat.equation_scope(eqn):
                 outs = _equation(eqn, [read(v) for v in eqn.invars], collector)
+                outs = collector.made(eqn, outs)
             env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in plain.outvars]
 
@@ -68,7 +70,7 @@ def _stretches(jaxpr: Any, collector: Any) -> list[Stretch]:
         _, events, other = cuts[-1]
         if eqn.primitive is log_p and is_log(eqn.effects, collector.effect):
             kind, cut = 1, bool(other)
-        elif eqn.effects or (collector.enters_all and eqn.primitive.name in RULES):
+        elif eqn.effects or collector.enters(eqn):
             kind, cut = 2, False
         else:
             kind, cut = 0, bool(other) or _must_follow(eqn, events, collector)
@@ -101,8 +103,10 @@ def _run_pure(jaxpr: Any, eqns: list[Any], env: dict[Any, Any], read: Callable) 
 
 
 def _equation(eqn: Any, args: list[Any], collector: Any) -> list[Any]:
-    enter = collector.enters_all and eqn.primitive.name in RULES
-    if not enter and not is_log(eqn.effects, collector.effect):
+    outs = collector.equation(eqn, args)
+    if outs is not None:
+        return outs
+    if not collector.enters(eqn) and not is_log(eqn.effects, collector.effect):
         return _compat.bind(eqn, args)
     if eqn.primitive is log_p:
         return collector.event(args, eqn.params)

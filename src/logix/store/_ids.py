@@ -140,9 +140,10 @@ class Known:
         if self.policy != "keep_all":
             self._seen.update(ids)
 
-    def forget(self, ids: Iterable[Id]) -> None:
+    def forget(self, ids: Iterable[Id], passed: Counter[Id] | None = None) -> None:
         """These were accepted, and not written after all."""
         self._seen.difference_update(ids)
+        self._replay.update(passed or {})
 
 
 def stretches(ids: Iterable[Id], policy: str, seen: set[Id]) -> Iterator[tuple[int, int]]:

@@ -169,10 +169,10 @@ class RowWriter:
         with self._knowing:
             self._known.accept(names, passed)
 
-    def release(self, ids: Iterable[Id]) -> None:
-        """These were reserved, and will not be written."""
+    def release(self, ids: Iterable[Id], passed: Counter[Id] | None = None) -> None:
+        """These were reserved, and will not be written; those passed over may be given again."""
         with self._knowing:
-            self._known.forget(ids)
+            self._known.forget(ids, passed)
 
     def _room(self) -> PartWriter:
         """The part that takes the next rows."""

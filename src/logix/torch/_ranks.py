@@ -25,6 +25,10 @@ def _many() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def meet() -> None:
+    """Nothing has to be agreed on beforehand."""
+
+
 def agreed(key: str) -> str:
     """A text that no other run has: all processes get that of the one which asks first.
 

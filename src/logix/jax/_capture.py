@@ -1,0 +1,230 @@
+"""`capture`: the records of a loss, from the loss of one example and its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lox._primitive import collecting
+
+from .._compress import gradients
+from .._record import Record
+from .._rows import Activation
+from ._arrange import Stack, split_whole
+from ._coverage import Coverage, coverage
+from ._entrywise import inner
+from ._explicit import freely
+from ._follow import Follow, slots
+from ._logged import Logs
+from ._names import Watched, watched
+from ._plan import Found, read
+
+Array = Any
+
+
+def capture(
+    loss: Callable,
+    params: Any,
+    *,
+    filter: Any = None,
+    batched: bool = False,
+    logs: Sequence[str] = (),
+    strict: bool = False,
+    names: Any = None,
+) -> Capture:
+    """A function of parameters and a batch that returns the records of each example's gradient.
+
+    >>> import jax, jax.numpy as jnp, logix.jax
+    >>> loss = lambda w, example: ((example["x"] @ w["kernel"] - example["y"]) ** 2).sum()
+    >>> w, batch = {"kernel": jnp.ones((3, 2))}, {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 2))}
+    >>> capture = logix.jax.capture(loss, w)
+    >>> [record] = jax.jit(capture)(w, batch)
+    >>> record.layer, record.a.shape, record.g.shape
+    ('kernel', (4, 1, 3), (4, 1, 2))
+    >>> capture.gradients(w, batch)["kernel"].shape
+    (4, 3, 2)
+
+    Arguments:
+
+    - `loss`: `loss(params, example)`, a number for one example.
+    - `params`: any pytree; its arrays are the parameters, known by their paths: `layers/0/kernel`.
+    - `filter`: which parameters, by a function of the path, or by patterns: `"*/kernel"`. The
+      others cost nothing.
+    - `batched`: the loss takes a batch, of which it returns the sum (or the mean) over its
+      examples, which must not depend on each other.
+    - `logs`: names of `lox.log` in the model (`"h/*"`): these values and their gradients too.
+    - `strict`: a parameter whose gradient must be made whole for each example is an error.
+    - `names`: the name of a parameter in what is logged, as a function of its path or a dict.
+    """
+    return Capture(loss, params, filter, batched, logs, strict, names)
+
+
+class Capture:
+    """What `capture` returns. It may be jitted, mapped and sharded as any function."""
+
+    def __init__(
+        self,
+        loss: Callable,
+        params: Any,
+        filter: Any,
+        batched: bool,
+        logs: Sequence[str],
+        strict: bool,
+        names: Any,
+    ):
+        self.loss, self.batched, self.strict = loss, batched, strict
+        self.watched: Watched = watched(params, filter, names)
+        self.logs = Logs((logs,) if isinstance(logs, str) else logs)
+        self._found: dict[Any, tuple[Any, Found]] = {}
+
+    def __call__(self, params: Any, batch: Any) -> list[Record]:
+        """The records: `logix.jax.Outer`, `Lookup` or `Whole`, of each layer and use of it."""
+        return [r for stack in self.everything(params, batch)[1] for r in stack.unstacked()]
+
+    def everything(self, params: Any, batch: Any) -> tuple[Array, list[Stack], list[Activation]]:
+        """The loss of each example, the records (of stacked layers in one), what is logged."""
+        return self._freely(self._everything, params, batch, 0, 1, 0)
+
+    def _freely(self, fun: Callable, params: Any, batch: Any, *axes: int) -> Any:
+        tree: Any = jax.tree.structure(batch)
+        run = lambda xs, ys: fun(self.watched.filled(xs), tree.unflatten(ys))
+        return freely(run, self.watched.arrays(params), self._checked(batch), *axes)
+
+    def _everything(self, params: Any, batch: Any) -> Any:
+        jaxpr, found = self.read(params, batch)
+        arrays = self.watched.arrays(params)
+
+        def one(slot: Any, direct: Any, example: Any) -> Any:
+            follow = Follow(found.plan, slot)
+            own = [direct.get(i, x) for i, x in enumerate(arrays)]
+            [loss] = follow.start(jaxpr, [*own, *example])
+            return loss, (loss, {key: rows.values for key, rows in follow.rows.items()})
+
+        take = jax.grad(one, argnums=(0, 1), has_aux=True)
+        direct = {i: arrays[i] for i in found.direct}
+        both = lambda example: take(slots(found.plan), direct, example)
+        (g, whole), (losses, kept) = jax.vmap(both)(jax.tree.leaves(batch))
+        layers = self.watched.names
+        stacks = []
+        for key, site in found.plan.all_sites():
+            stacks += site.stacks(kept[key], g[key], layers, found.forms)
+        for i, value in whole.items():
+            stacks.append(split_whole(layers[i], value, found.direct[i].blocks))
+        logged = [Activation(x.name, kept[x.key][0], g.get(x.key)) for x in found.plan.all_logged()]
+        return losses, stacks, logged
+
+    def gradients(self, params: Any, batch: Any) -> Any:
+        """The gradient of each example, as a pytree like the parameters with the examples in front.
+
+        It is what `vmap(grad(loss))` returns. None stands for what is not watched.
+        """
+        return self.watched.filled(self._freely(self._gradients, params, batch, 0))
+
+    def _gradients(self, params: Any, batch: Any) -> list[Any]:
+        _, found = self.read(params, batch)
+        arrays = self.watched.arrays(params)
+        out: list[Any] = [None] * len(arrays)
+        for name, x in gradients(self(params, batch)).items():
+            path, index = _parsed(name, self.watched.names)
+            i = self.watched.names.index(path)
+            shape = arrays[i].shape
+            if i in found.direct:
+                blocks = found.direct[i].blocks
+                where: list[Any] = [slice(None)] * (1 + len(shape))
+                for axis, k in zip(blocks, index):
+                    where[1 + axis] = k
+                out[i] = jnp.zeros((len(x), *shape), x.dtype) if out[i] is None else out[i]
+                out[i] = out[i].at[tuple(where)].add(x)
+                continue
+            form = found.forms[i]
+            made = form.placed(x, shape, index)
+            out[i] = made if out[i] is None else out[i] + made
+        return out
+
+    def coverage(self, params: Any, batch: Any) -> Coverage:
+        """Which rule took each parameter, and what it costs."""
+        _, found = self.read(params, batch)
+        return coverage(found, self.watched, params)
+
+    def read(self, params: Any, batch: Any) -> tuple[Any, Found]:
+        """The jaxpr of the loss of one example, and the plan for it."""
+        tree: Any = jax.tree.structure(batch)
+        own = [_kind(x) for x in self.watched.arrays(params)]
+        kinds = [_kind(x, 1) for x in self._checked(batch)]
+        # Equations remember the mesh that they were made under.
+        mesh = jax.sharding.get_abstract_mesh()
+        key = tree, mesh, tuple(map(str, (*kinds, *own)))
+        if key not in self._found:
+
+            def loss(*args: Any) -> Any:
+                mine, example = args[: len(own)], args[len(own) :]
+                if self.batched:
+                    example = tuple(x[None] for x in example)
+                value = self.loss(self.watched.filled(mine), tree.unflatten(example))
+                return value.reshape(()) if self.batched and jnp.shape(value) == (1,) else value
+
+            with collecting(bool(self.logs.patterns)):
+                jaxpr = jax.make_jaxpr(loss)(*own, *kinds)
+            self._check_loss(jaxpr)
+            shapes = {i: tuple(own[i].shape) for i in self.watched.chosen}
+            found = read(inner(jaxpr), len(own), shapes, self.logs)
+            self._check(found, params)
+            self._found[key] = jaxpr, found
+        return self._found[key]
+
+    def _checked(self, batch: Any) -> list[Any]:
+        flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+        sizes = {jax.tree_util.keystr(path): jnp.shape(x)[:1] for path, x in flat}
+        if not flat or () in sizes.values() or len(set(sizes.values())) != 1:
+            raise ValueError(
+                f"a batch is a pytree of arrays whose first axis is over the examples. Sizes of "
+                f"first axes: {sizes}"
+            )
+        return [x for _, x in flat]
+
+    def _check_loss(self, jaxpr: Any) -> None:
+        avals = jaxpr.out_avals
+        if (
+            len(avals) == 1
+            and avals[0].shape == ()
+            and jnp.issubdtype(avals[0].dtype, jnp.floating)
+        ):
+            return
+        shown = ", ".join(a.str_short() for a in avals)
+        fix = (
+            "Sum it over the examples."
+            if self.batched
+            else "For a loss that takes a whole batch, sum over its examples and pass batched=True."
+        )
+        raise ValueError(
+            f"the loss of one example must be one floating-point number; it is {shown}. {fix}"
+        )
+
+    def _check(self, found: Found, params: Any) -> None:
+        unused = [self.watched.paths[i] for i in found.unused]
+        if unused:
+            raise ValueError(
+                f"the loss does not depend on {', '.join(map(repr, unused))} in any way that can "
+                f"be differentiated. Leave them out: filter=lambda path: path not in {unused!r}"
+            )
+        if self.strict and (whole := coverage(found, self.watched, params).fallbacks):
+            raise ValueError(f"strict=True: no rule for {'; '.join(whole)}")
+
+
+def _parsed(name: str, paths: Sequence[str]) -> tuple[str, list[int]]:
+    """The path and the indices of `path[3][1]`. A path may end in brackets itself."""
+    if name in paths:
+        return name, []
+    match = re.fullmatch(r"(.*)\[(\d+)\]", name)
+    assert match is not None, name
+    path, index = _parsed(match[1], paths)
+    return path, [*index, int(match[2])]
+
+
+def _kind(x: Any, drop: int = 0) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape[drop:], aval.dtype, weak_type=aval.weak_type)

@@ -1,0 +1,88 @@
+"""Sites of matrix products: `dot_general` and `ragged_dot_general`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._record import Outer
+from . import _ragged as ragged
+from ._arrange import PLACE, Form, Role, Stack, arrange, form, names
+from ._site import Loops, NoRule, Site
+from ._view import Part, Value
+
+Array = Any
+
+
+class Product(Site):
+    """A matrix product with a parameter on either side, over any axes, batched or not."""
+
+    rule = "product"
+
+    def __init__(self, eqn: Any, values: list[Value], loops: Loops):
+        left, right = values
+        self.at = 0 if left else 1
+        self.kept = [1 - self.at]
+        contract, batch = eqn.params["dimension_numbers"]
+        self.contract, self.batch = contract[self.at], batch[self.at]
+        self.x_contract, self.x_batch = contract[1 - self.at], batch[1 - self.at]
+        w, x = (eqn.invars[i].aval.ndim for i in (self.at, 1 - self.at))
+        self.free = [d for d in range(w) if d not in (*self.contract, *self.batch)]
+        self.x_free = [d for d in range(x) if d not in (*self.x_contract, *self.x_batch)]
+        super().__init__(eqn, left or right, loops)
+
+    def form(self, part: Part) -> Form:
+        of = lambda axes: [a for d in axes for a in part.dims[d]]
+        return form(part, of(self.batch), of(self.free), of(self.contract))
+
+    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+        front, blocks = self.front(part), [a for d in self.batch for a in part.dims[d]]
+        role = lambda kind, d: Role(kind, part.dims[d], part.starts[d])
+        x_roles: dict[int, Role] = dict.fromkeys(self.x_free, PLACE)
+        x_roles |= {k: role("block", d) for k, d in zip(self.x_batch, self.batch)}
+        x_roles |= {k: role("side", d) for k, d in zip(self.x_contract, self.contract)}
+        a = arrange(kept[0], [*front, *(x_roles[k] for k in range(len(x_roles)))])
+        y_blocks = [role("block", d) for d in self.batch]
+        y_free = [role("side", d) for d in self.free]
+        y_places = [PLACE] * len(self.x_free)
+        y_roles = [*y_free, *y_places] if self.at == 0 else [*y_places, *y_free]
+        g = arrange(g, [*front, *y_blocks, *y_roles])
+        # An expert sees some of the places only: at the others there are zeros, which don't count.
+        real = (a != 0).any(-1) if self.batch else None
+        return Stack(names("", part, blocks), Outer("", a, g, real))
+
+
+class RaggedProduct(Site):
+    """`lax.ragged_dot`: rows of one matrix, each times one of several matrices."""
+
+    rule = "ragged product"
+
+    def __init__(self, eqn: Any, values: list[Value], loops: Loops):
+        found = ragged.contracted(eqn)
+        if values[0] or values[2] or found is None:
+            raise NoRule("a ragged product of another kind")
+        self.contract = found
+        super().__init__(eqn, values[1], loops)
+
+    def output(self, args: list[Array]) -> Array:
+        return ragged.run(self.eqn, args)
+
+    def form(self, part: Part) -> Form:
+        left = part.dims[3 - self.contract]
+        return form(part, part.dims[0], left, part.dims[self.contract])
+
+    kept = [0, 2]
+
+    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+        x, sizes = kept
+        front = self.front(part)
+        # Which matrix each row was for: an axis over them, behind the loops.
+        mine = ragged.groups(sizes, x.shape[-2])
+        role = lambda d: Role("side", part.dims[d], part.starts[d])
+        block = Role("block", part.dims[0], part.starts[0])
+        apart = lambda y: jnp.where(mine[..., None], y[..., None, :, :], 0)
+        a = arrange(apart(x), [*front, block, PLACE, role(self.contract)])
+        g = arrange(apart(g), [*front, block, PLACE, role(3 - self.contract)])
+        real = arrange(mine[..., None], [*front, block, PLACE, Role("side")])[..., 0]
+        return Stack(names("", part, part.dims[0]), Outer("", a, g, real))

@@ -1,0 +1,89 @@
+"""Where a parameter is used in a way whose gradient is known: what all such operations share.
+
+    Site(eqn, value, loops)   at a product, convolution or look-up with a parameter
+    site.kept                 which arguments have to be kept of the forward pass
+    site.stacks(kept, g, …)   the records, from that and the gradient of the output
+
+A site of a kind that an equation is not is refused with `NoRule`, and its parameters are then
+differentiated as they are. `loops` are the loops around it, outermost first: what is kept, and the
+gradient, have an axis for each in front, behind that of the examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from lox import _compat
+
+from ._arrange import PLACE, Form, Role, Stack, swapped
+from ._view import Part, Value
+
+Array = Any
+EXAMPLE = Role("example")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop around an equation; `axis`: of a mesh, whose shards are its iterations."""
+
+    number: int
+    length: int
+    axis: str | None = None
+
+
+Loops = Sequence[Loop]
+
+
+class NoRule(Exception):
+    """The equation uses a parameter in another way."""
+
+
+class Site:
+    """The common part. `forms`: of each part of the value, in its order."""
+
+    rule: str
+    kept: list[int]  # the arguments that have to be kept of the forward pass
+    forms: list[Form]
+
+    def __init__(self, eqn: Any, value: Value, loops: Loops):
+        self.eqn, self.value, self.loops = eqn, value, tuple(loops)
+        self.out = eqn.outvars[0].aval
+        if not jnp.issubdtype(self.out.dtype, jnp.inexact):
+            raise NoRule("an integer result")
+        self.forms = [self.form(part) for part in value]
+
+    def form(self, part: Part) -> Form:
+        raise NotImplementedError
+
+    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+        raise NotImplementedError
+
+    def output(self, args: list[Array]) -> Array:
+        """What the equation gives, in a way that can be mapped over examples."""
+        return _compat.bind(self.eqn, args)[0]
+
+    def front(self, part: Part) -> list[Role]:
+        """The roles of the axes in front: examples, loops."""
+        bound = {b.loop: b for b in part.bound}
+        loops = [
+            Role("block", bound[n].atoms, bound[n].start) if n in bound else PLACE
+            for n in (loop.number for loop in self.loops)
+        ]
+        return [EXAMPLE, *loops]
+
+    def stacks(
+        self, kept: list[Array], g: Array, paths: Sequence[str], wanted: Mapping[int, Form]
+    ) -> list[Stack]:
+        """Records of all parts; `wanted` is the form of each parameter, which may be transposed."""
+        out = []
+        for part, own in zip(self.value, self.forms):
+            made = self.record(part, kept, g, own)
+            record = made.record
+            if own != wanted[part.param]:
+                record = swapped(record)
+            out.append(Stack(tuple(paths[part.param] + n for n in made.names), record))
+        return out
