@@ -1,6 +1,6 @@
 """Two networks in each library of JAX, with the same weights: what each calls them, and the loss.
 
-`NETWORKS[kind][library](weights)` gives the loss of one example and its parameters. Weights are
+`LIBRARIES[library](kind, weights)` gives the loss of one example and its parameters. Weights are
 those of PyTorch's modules: `first.weight` is (out, in), or (out, in, height, width).
 """
 

@@ -187,3 +187,37 @@ def test_mistakes_of_the_other_front_end(tmp_path, problem):
     with run(data_id=[0]):
         model(x[:1]).sum().backward()
     assert run.get_log()[0] == [0]
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_torch_has_no_padding_in_covariances(tmp_path, rank):
+    """Statistics are those of the sequences without their padding, each by itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 3))
+    words = torch.randint(0, 20, (4, 3))
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+
+    def statistics(name, parts):
+        run = logix.LogIX(name, {"root_dir": str(tmp_path)})
+        run.setup({"statistic": "kfac"})
+        run.watch(model)
+        if rank:
+            run.add_lora(rank=rank)
+        for k, (some, real) in enumerate(parts):
+            with run(data_id=[f"{k}.{i}" for i in range(len(some))], mask=real):
+                (model(some).square().sum(-1) * real).sum().backward()
+        run.finalize()
+        return run.statistics
+
+    got = statistics("padded", [(words, mask)])
+    cut = lambda x, k: x[k : k + 1, : int(mask[k].sum())]
+    want = statistics("alone", [(cut(words, k), cut(mask, k)) for k in range(4)])
+    assert set(got) == set(want)
+    for layer, stats in want.items():
+        for name, value in stats.items():
+            np.testing.assert_allclose(
+                got[layer][name], value, rtol=1e-4, atol=1e-5, err_msg=f"{layer} {name}"
+            )

@@ -673,3 +673,21 @@ def test_errors(name):
     call, kind, text = ERRORS[name]
     with pytest.raises(kind, match=re.compile(text, re.DOTALL)):
         call()
+
+
+def test_names_of_stacked_layers():
+    params = {"w": jnp.ones((3, 4, 4)), "b": jnp.zeros((3, 4))}
+    layer = lambda x, own: (jnp.tanh(x @ own["w"] + own["b"]), None)
+    loss = lambda params, x: lax.scan(layer, x, params)[0].sum()
+    batch = jnp.arange(8.0).reshape(2, 4)
+    named = lambda **names: logix.jax.capture(loss, params, names=names)
+    capture = named(w="h.{}.fc", b="h.{}.fc.bias")
+    records = capture(params, batch)
+    wanted = [f"h.{i}.fc{end}" for end in ("", ".bias") for i in range(3)]
+    assert [r.layer for r in records] == wanted
+    plain = logix.jax.capture(loss, params)
+    assert_close(capture.gradients(params, batch), plain.gradients(params, batch))
+    with pytest.raises(ValueError, match=r"has 2 places .* this parameter has 1"):
+        named(w="h.{}.{}")(params, batch)
+    with pytest.raises(ValueError, match="the same name"):
+        named(w="h.{}", b="h.{}")(params, batch)

@@ -43,10 +43,12 @@ class Extracting(Taking):
         Arguments:
 
         - `batches`: an iterable of batches, or a function that returns one. A batch is a pytree of
-          arrays whose first axis is over its examples. EK-FAC goes over them twice.
+          arrays whose first axis is over its examples. EK-FAC goes over them twice: give it all of
+          the data in one call.
         - `ids`: one for each example, in their order; or a function of a batch; or the key of a
           batch's own ids, which the loss does not get. By default they are made of the content.
-        - `mask`: a function of a batch: (examples, positions), true where a position counts.
+        - `mask`: a function of a batch: (examples, positions), true where a position counts. The
+          others are left out of statistics and of what is saved; the loss leaves them out itself.
         - `save`: whether rows are saved; by default what `setup` says.
 
         What is saved already is not computed again (`resume=True`), unless for statistics. A batch

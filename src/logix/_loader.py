@@ -159,7 +159,9 @@ class Layers:
         """In words: layers that are missing, additional, or of another shape."""
         own = {name: tuple(shape) for name, shape, _ in self.where}
         found = {name: tuple(g.shape[1:]) for name, g in grads.items()}
-        other = [n for n in own if n in found and own[n] != found[n]]
+        # Axes of one entry are a matter of taste: a convolution's bias is (O,) or (O, 1, 1).
+        plain = lambda shape: [n for n in shape if n != 1]
+        other = [n for n in own if n in found and plain(own[n]) != plain(found[n])]
         kinds = {
             "missing": [f"{n!r} {own[n]}" for n in own if n not in found],
             "additional": [f"{n!r} {found[n]}" for n in found if n not in own],

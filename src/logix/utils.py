@@ -44,6 +44,8 @@ def given_ids(data_id: Any) -> list[Any]:
     """Ids as they are given; of a batch, ids of its content."""
     if isinstance(data_id, str | bytes):
         raise TypeError(f"data_id={data_id!r} is one id, and each example needs one: give a list")
+    if isinstance(data_id, range):
+        return as_ids(data_id)
     plain = str, int, np.integer
     if isinstance(data_id, list | tuple):
         scalars = [x.item() if getattr(x, "ndim", None) == 0 else x for x in data_id]

@@ -20,7 +20,7 @@ from ._entrywise import inner
 from ._explicit import freely
 from ._follow import Follow, slots
 from ._logged import Logs
-from ._names import Watched, watched
+from ._names import Watched, renamed, watched
 from ._plan import Found, read
 
 Array = Any
@@ -58,7 +58,8 @@ def capture(
       examples, which must not depend on each other.
     - `logs`: names of `lox.log` in the model (`"h/*"`): these values and their gradients too.
     - `strict`: a parameter whose gradient must be made whole for each example is an error.
-    - `names`: the name of a parameter in what is logged, as a function of its path or a dict.
+    - `names`: the name of a parameter in what is logged, as a function of its path or a dict. Of
+      layers that are stacked in it, `"h.{}.fc"` is `h.0.fc`, `h.1.fc` …
     """
     return Capture(loss, params, filter, batched, logs, strict, names)
 
@@ -87,7 +88,10 @@ class Capture:
 
     def everything(self, params: Any, batch: Any) -> tuple[Array, list[Stack], list[Activation]]:
         """The loss of each example, the records (of stacked layers in one), what is logged."""
-        return self._freely(self._everything, params, batch, 0, 1, 0)
+        losses, stacks, logged = self._freely(self._everything, params, batch, 0, 1, 0)
+        called = renamed([name for stack in stacks for name in stack.names])
+        new = lambda names: tuple(called[name] for name in names)
+        return losses, [Stack(new(stack.names), stack.record) for stack in stacks], logged
 
     def _freely(self, fun: Callable, params: Any, batch: Any, *axes: int) -> Any:
         tree: Any = jax.tree.structure(batch)
@@ -128,7 +132,8 @@ class Capture:
         _, found = self.read(params, batch)
         arrays = self.watched.arrays(params)
         out: list[Any] = [None] * len(arrays)
-        for name, x in gradients(self(params, batch)).items():
+        records = [r for stack in self._everything(params, batch)[1] for r in stack.unstacked()]
+        for name, x in gradients(records).items():
             path, index = _parsed(name, self.watched.names)
             i = self.watched.names.index(path)
             shape = arrays[i].shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+BOX = jax.tree_util.GetAttrKey("value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,7 @@ def watched(params: Any, filter: Any = None, names: Any = None) -> Watched:
     """The parameters that a filter chooses; `names`: instead of their paths, a dict or function."""
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
     at = [i for i, (_, x) in enumerate(flat) if is_array(x)]
-    paths = [path_of(flat[i][0]) for i in at]
+    paths = paths_of([flat[i][0] for i in at])
     keep = chooser(filter)
     chosen = [k for k, path in enumerate(paths) if keep(path)]
     if not chosen:
@@ -82,8 +85,42 @@ def _called(paths: Sequence[str], names: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def renamed(names: Sequence[str]) -> dict[str, str]:
+    """Layers by what they are called."""
+    out = {name: _filled_in(name) for name in names}
+    if len(set(out.values())) != len(out):
+        twice = [n for n, times in Counter(out.values()).items() if times > 1]
+        raise ValueError(f"names= gives several layers the same name: {sorted(twice)}")
+    return out
+
+
+def _filled_in(name: str) -> str:
+    """`h.{}.fc[3]` is `h.3.fc`: a layer of those that are stacked in a parameter."""
+    if "{}" not in name:
+        return name
+    stem = re.sub(r"(\[\d+\])*$", "", name)
+    index = name[len(stem) :]
+    numbers = re.findall(r"\d+", index)
+    if stem.count("{}") != len(numbers):
+        raise ValueError(
+            f"names={stem!r} has {stem.count('{}')} places for the numbers of stacked layers, and "
+            f"this parameter has {len(numbers)}: {index or 'it is one layer'}"
+        )
+    return stem.format(*numbers)
+
+
 def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def paths_of(paths: Sequence[Any]) -> list[str]:
+    """`layers/0/kernel`, of arrays.
+
+    Flax puts an array into a box: `kernel.value`. Where nothing else is in it, the box is the name.
+    """
+    beside = Counter(path[:n] for path in paths for n in range(len(path)))
+    boxed = lambda path: path[-1:] == (BOX,) and len(path) > 1 and beside[path[:-1]] == 1
+    return [path_of(path[:-1] if boxed(path) else path) for path in paths]
 
 
 def path_of(path: Any) -> str:

@@ -31,6 +31,8 @@ class Product(Site):
         self.free = [d for d in range(w) if d not in (*self.contract, *self.batch)]
         self.x_free = [d for d in range(x) if d not in (*self.x_contract, *self.x_batch)]
         super().__init__(eqn, left or right, loops)
+        if self.batch and any(not own.left and not own.right for own in self.forms):
+            raise NoRule("every entry by itself")  # a scale: no matrix, and not a layer for each
 
     def form(self, part: Part) -> Form:
         of = lambda axes: [a for d in axes for a in part.dims[d]]

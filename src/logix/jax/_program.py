@@ -259,8 +259,8 @@ def _lost(run: Any, error: BaseException, deleted: bool = False) -> None:
     if deleted and run._fresh:
         run._fresh = {}
         error.add_note(
-            "logix: the statistics of this pass are lost with it: go over all of the data again, in "
-            "a run with resume=True, which passes over rows that are there."
+            "logix: the statistics of this pass are lost with it: go over all of the data again, "
+            "in a run with resume=True, which passes over rows that are there."
         )
 
 

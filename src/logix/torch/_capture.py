@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._record import Outer, Record, Whole
+from .._record import Lookup, Outer, Record, Whole
 from . import _experts, _recompute
 from ._layers import wide
 from ._parts import Part, together
@@ -72,8 +72,11 @@ class Capture:
             grads = [wide(g) / self.scale for g in grads]
             seen = seen._replace(gradients=grads)
         try:
-            for layer, record in self._records(unit, seen):
-                record = self.compress(_named(record, layer))
+            for layer, whole, masked in self._records(unit, seen):
+                record = self.compress(_named(whole, layer))
+                if isinstance(whole, Lookup) and isinstance(record, Outer):
+                    # Rows of the table that were looked up where nothing counts.
+                    record = dataclasses.replace(record, g=masked(record.g))
                 if seen.borrowed:
                     record = _kept(record, [*seen.inputs, *grads])
                 part = Part(seen.backward, seen.time, record)
@@ -86,24 +89,27 @@ class Capture:
                 "name_filter, or teach it with @logix.torch.rule."
             ) from error
 
-    def _records(self, unit: Unit, seen: Seen) -> Iterator[tuple[str, Record]]:
+    def _records(
+        self, unit: Unit, seen: Seen
+    ) -> Iterator[tuple[str, Record, Callable[[Tensor], Tensor]]]:
+        """With what masks a tensor of the same positions."""
         n, masked = self._passes.of(unit, seen)
         if unit.how == "recomputed":
             names = list(unit.layers)
             inputs, grads = seen.inputs, seen.gradients
             found = _recompute.gradients(unit.module, names, inputs, grads, seen.call, n, masked)
             for parameter, value in found.items():
-                yield unit.layers[parameter], Whole("", value)
+                yield unit.layers[parameter], Whole("", value), masked
         elif unit.how == "experts":
             several = _experts.records(unit.module, seen.inputs, seen.gradients[0], n, masked)
             for parameter, layer in unit.layers.items():
                 for e, record in enumerate(several[parameter]):
-                    yield f"{layer}.{e}", record
+                    yield f"{layer}.{e}", record, masked
         else:
             assert unit.rule is not None
             found = _by_rule(unit, seen.inputs[0], seen.gradients[0], n, masked)
             for parameter, layer in unit.layers.items():
-                yield layer, found[parameter]
+                yield layer, found[parameter], masked
 
     def records(self) -> list[Record]:
         """One for each layer of each unit, in their order; all calls of a unit are in one."""
