@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from _memory import touch_memory
 from torch import nn
 
 import logix
@@ -89,15 +90,6 @@ class Variant:
 
     def remove(self) -> None:
         shutil.rmtree(self.root)
-
-
-def touch_memory(folder: str | None, size: int = 4 << 30) -> None:
-    """Write and remove a file: a virtual machine gets its memory at the first use of each page,
-    which takes longer than writing it, and is not what is measured here."""
-    block = bytes(1 << 24)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for _ in range(size // len(block)):
-            file.write(block)
 
 
 def cpu(folder: str | None) -> Iterator[Row]:

@@ -15,15 +15,16 @@ import io
 import itertools
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import _measure
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _memory import touch_memory
 
 import logix
 from logix._compress import Compression, Projector
@@ -34,18 +35,9 @@ Row = tuple[str, str, str, bool | None]
 WANT = "rows" if jax.default_backend() == "cpu" else "joined"
 
 
-def race(variants: dict[str, Callable[[], Any]], rounds: int, times: int = 1) -> dict[str, float]:
-    """Median seconds of a call of each, in turns, after a warm-up of each."""
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    for i in range(-1, rounds):
-        for name in list(variants) if i % 2 else list(variants)[::-1]:
-            start = time.perf_counter()
-            for _ in range(times):
-                out = variants[name]()
-            jax.block_until_ready(out)
-            if i >= 0:
-                found[name].append((time.perf_counter() - start) / times)
-    return {name: statistics.median(t) for name, t in found.items()}
+def race(variants: dict[str, Callable[[], Any]], rounds: int, calls: int = 1) -> dict[str, float]:
+    """Median seconds of a call of each, in turns."""
+    return dict(zip(variants, _measure.race(*variants.values(), rounds=rounds, calls=calls)))
 
 
 class Batch:
@@ -122,7 +114,7 @@ def cpu() -> Iterator[Row]:
             "kfac": kfac,
         },
         rounds=30,
-        times=5,
+        calls=5,
     )
     slow = race({"plain": lambda: grad(params, batch), "whole": lambda: whole(params, batch)}, 2)
     base, shown = took["plain"], f" ({1e3 * took['plain']:.2f} ms plain)"
@@ -229,6 +221,7 @@ class Stored:
 
 
 def gpu(folder: str | None) -> Iterator[Row]:
+    touch_memory(folder, 8 << 30)
     yield from one_gpu(folder, False, "")
     yield from one_gpu(folder, True, ", scan over layers + remat")
 

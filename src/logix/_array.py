@@ -160,8 +160,20 @@ def add(total: Array, value: Array) -> Array:
     return total
 
 
+def exact_products(x: Array) -> bool:
+    """Whether `add_product` multiplies arrays of this dtype as they are, and rounds nothing.
+
+    The product of two numbers of bfloat16 fits into float32, and JAX sums it there; a GPU does so
+    many times faster than products of float32.
+    """
+    return x.dtype.name == "bfloat16" if namespace(x).__name__.startswith("jax") else False
+
+
 def add_product(total: Array, x: Array, y: Array) -> Array:
     """`total + xᵀ y`."""
+    if exact_products(x) and exact_products(y):
+        xp = namespace(x)
+        return add(total, xp.matmul(x.T, y, preferred_element_type=xp.float32))
     own = _within(total, x)
     if own is None:
         return add(total, x.T @ y)

@@ -21,6 +21,8 @@ from ._array import (
     add_at,
     add_gram,
     add_product,
+    as_float,
+    exact_products,
     is_traced,
     like,
     moved,
@@ -146,7 +148,7 @@ def check(
 
 def add_layer(sums: Sums, uses: Sequence[Record], what: frozenset[str], real: Real) -> None:
     """Adds what the uses of one layer in one batch give to the statistics `what`."""
-    uses = [floated(r) for r in uses]
+    given, uses = uses, [floated(r) for r in uses]
     shape, size, n = tuple(uses[0].shape), math.prod(uses[0].shape), examples(uses[0])
     if any(isinstance(r, Whole) for r in uses):
         if len(uses) > 1:
@@ -164,7 +166,9 @@ def add_layer(sums: Sums, uses: Sequence[Record], what: frozenset[str], real: Re
             sums.add("raw", len(grads), (size, size), add_gram, grads.reshape(len(grads), size))
     if "ekfac" in what:
         sums.add("eigen", n, shape, _add_squares, uses, sums.basis("left"), sums.basis("right"))
-    _add_positions(sums, [r for r in uses if not isinstance(r, Whole)], what, real)
+    if not exact_products(sums.data):
+        given = uses
+    _add_positions(sums, [r for r in given if not isinstance(r, Whole)], what, real)
 
 
 def _total(record: Record) -> tuple[Any, ...]:
@@ -281,13 +285,13 @@ def _moment(vectors: Any, power: int) -> tuple[Any, ...]:
     """How to add Σ v or Σ v² to a vector. Ones are their own squares."""
     if isinstance(vectors, tuple):
         return add_at, *vectors
-    return (add, vectors.sum(0)) if power == 1 else (_add_second, vectors)
+    return (add, as_float(vectors).sum(0)) if power == 1 else (_add_second, vectors)
 
 
 def _add_second(total: Array, vectors: Array) -> Array:
     """Σ v², some at a time: those of a vocabulary are large."""
     for some in _slices(vectors, vectors.shape[1]):
-        total = add(total, (vectors[some] ** 2).sum(0))
+        total = add(total, (as_float(vectors[some]) ** 2).sum(0))
     return total
 
 
