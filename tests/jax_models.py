@@ -279,3 +279,52 @@ def of_linen(model: Any, x: Any) -> Any:
 @model
 def linen_layers_in_a_scan() -> Any:
     return of_linen(LinenStack(), numbers(B, T, 8))
+
+
+# --- Penzai --------------------------------------------------------------------------------------
+
+
+def of_penzai(**how: Any) -> Any:
+    """A transformer in the shape of Gemma."""
+    from penzai import pz
+    from penzai.models.transformer.variants import llamalike_common as variants
+
+    config = variants.LlamalikeTransformerConfig(
+        num_kv_heads=1,
+        query_head_multiplier=2,
+        embedding_dim=8,
+        projection_dim=4,
+        mlp_hidden_dim=12,
+        num_decoder_blocks=2,
+        vocab_size=V,
+        mlp_variant="geglu_approx",
+        rope_wavelength=10_000.0,
+        tie_embedder_and_logits=True,
+        attention_type=variants.AttentionTypeGlobalCausal(),
+        rms_norm_eps=1e-6,
+        parameter_dtype=jnp.float32,
+        activation_dtype=jnp.float32,
+        **how,
+    )
+    whole = variants.build_llamalike_transformer(config, init_base_rng=KEY)
+    unbound, found = pz.unbind_params(whole, freeze=True)
+    # By their own names: as a tuple they would have numbers.
+    params = {str(p.label): p for p in found}
+
+    def loss(params: Any, tokens: Any) -> Any:
+        model = pz.bind_variables(unbound, params.values())
+        named = pz.nx.wrap(tokens).tag("seq")
+        logits = model(named, token_positions=pz.nx.arange("seq", len(tokens)))
+        return next_token(logits.unwrap("seq", "vocabulary"), tokens)
+
+    return loss, params, tokens(), {}
+
+
+@model
+def penzai_gemma() -> Any:
+    return of_penzai(use_layer_stack=False)
+
+
+@model
+def penzai_gemma_in_a_scan() -> Any:
+    return of_penzai(use_layer_stack=True)
