@@ -80,7 +80,7 @@ def test_ids_of_the_content_are_the_same_in_any_batch(tmp_path):
         (range(N - 1), "1 ids for batch 2, which has 2 examples"),
         (range(N + 2), "the ids are too many: 2 were left when the batches ended"),
         (lambda batch: [1, 2], "2 ids for batch 0, which has 4 examples"),
-        ("id", "ids='id': the batch is no dict with this key"),
+        ("id", r"ids='id': the batch has no such key; its keys are \['x', 'y'\]"),
         ([0, 1, 0, *range(4, 11)], "the id 0 is there already"),
     ],
 )

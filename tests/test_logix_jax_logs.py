@@ -212,6 +212,7 @@ def test_mistakes_are_named(tmp_path, params):
         run.add_lora(name_filter="l1")
     with pytest.raises(TypeError, match=r"does not know \['idz'\]"):
         run.log(examples(), idz=[1])
+    run.setup({"save": "grad"})
     with pytest.raises(ValueError, match="sizes of their first axes"):
         run.extract([{"x": np.ones((3, 4)), "y": np.ones((2, 3))}])
     assert "layers watched: 3" in repr(run)

@@ -71,7 +71,17 @@ LOGIX = {
     ],
     "logix.jax": [
         *("_view", "_arrange", "_ragged", "_site", "_products", "_convolution", "_lookup"),
-        *("_sites", "_logged", "_shards", "_entrywise", "_plan", "_follow", "_names", "_coverage"),
+        *(
+            "_sites",
+            "_logged",
+            "_shards",
+            "_entrywise",
+            "_reached",
+            "_plan",
+            "_follow",
+            "_names",
+            "_coverage",
+        ),
         *("_explicit", "_capture", "_additive", "_batches", "_stacks", "_step", "_program"),
         *("_ranks", "__init__"),
     ],

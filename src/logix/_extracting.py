@@ -59,14 +59,26 @@ class Extracting(Taking):
                 "extract is for a loss of JAX: run.watch(loss, params) first. A PyTorch model is "
                 "logged by `with run(data_id=ids): loss.backward()`."
             )
+        if not self._summed() and not self._kinds(save):
+            raise ValueError(
+                "there is nothing to do with these batches: they are neither saved nor summed. Say "
+                'what to do by run.setup({"log": "grad", "save": "grad", "statistic": "kfac"}), '
+                "or use run.log(batch) for queries."
+            )
         passes = _Passes(batches, ids, mask)
         summed = "ekfac" in self.settings.statistics and self._logging
         twice = summed and not self._has_bases() and not self._scheduled
+        if summed and self._own_bases and not self._scheduled:
+            raise ValueError(
+                "EK-FAC goes over all of the data twice, and an extract before this one has been "
+                "through both: give all batches in one call, or use statistic='kfac'."
+            )
         if twice:
             passes.check_twice()
         count = self._pass(passes, save)
         if twice:
             self.finalize()
+            self._own_bases = True
             self._pass(passes, False)  # rows are there
         return count
 
@@ -139,6 +151,8 @@ class Extracting(Taking):
         names, unknown = how.pop("ids", None), sorted(how)
         if unknown:
             raise TypeError(f"log(batch, ids=…) does not know {unknown}")
+        if save:
+            raise ValueError("log saves nothing: run.extract([batch], ids=ids) does")
         given = None if mask is None else lambda _: mask
         passes = _Passes([batch], names, given)
         [(found, batch, mask)] = passes
@@ -206,5 +220,6 @@ class _Passes:
 def _apart(batch: Any, key: str) -> tuple[Any, Any]:
     """The ids of a batch that has them under a key, and the rest of it."""
     if not isinstance(batch, Mapping) or key not in batch:
-        raise ValueError(f"ids={key!r}: the batch is no dict with this key")
+        found = f"its keys are {list(batch)}" if isinstance(batch, Mapping) else "it is no dict"
+        raise ValueError(f"ids={key!r}: the batch has no such key; {found}.")
     return batch[key], {k: x for k, x in batch.items() if k != key}

@@ -36,6 +36,7 @@ class Taking(Watching):
         self._told: set[str] = set()
         self._finite = Finite(nonfinite)
         self._scheduled = False  # passes are counted by LogIXScheduler
+        self._own_bases = False  # an `extract` has been through both passes of EK-FAC
         self._everywhere = False  # the sums of this pass are those of all processes already
 
     def _kinds(self, save: bool | None) -> frozenset[str]:
@@ -119,7 +120,7 @@ class Taking(Watching):
         return any(b in s for s in self._earlier.values() for b in _statistics.BASES)
 
     def _forget(self) -> None:
-        self._earlier, self._fresh = {}, {}
+        self._earlier, self._fresh, self._own_bases = {}, {}, False
 
     def finalize(self) -> None:
         """End a pass over the data: rows and statistics are on the disk, of all processes."""

@@ -8,33 +8,52 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._norms import squared_norms
 from ._capture import Capture
 
 
 def check_additive(capture: Capture, params: Any, batch: Any) -> None:
-    """Compare the loss of a batch with those of its examples, each by itself."""
-    if not capture.batched or jax.tree.leaves(batch)[0].shape[0] < 2:
+    """Compare the loss of a batch, and its gradient, with those of its examples by themselves.
+
+    One example alone shows nothing: then it is left to a later batch.
+    """
+    n = jax.tree.leaves(batch)[0].shape[0]
+    if not capture.batched or n < 2:
         return
+    arrays, chosen = capture.watched.arrays(params), capture.watched.chosen
 
     @jax.jit
-    def both(arrays: Any, batch: Any) -> tuple[Any, ...]:
-        loss = lambda b: capture.loss(capture.watched.filled(arrays), b)
-        each = jax.vmap(lambda example: loss(jax.tree.map(lambda x: x[None], example)))(batch)
-        return jnp.sum(loss(batch)), jnp.sum(each), jnp.sum(jnp.abs(each))
+    def compared(arrays: Any, batch: Any) -> tuple[Any, ...]:
+        def loss(own: Any, batch: Any) -> Any:
+            filled = [own.get(i, x) for i, x in enumerate(arrays)]
+            return jnp.sum(capture.loss(capture.watched.filled(filled), batch))
 
-    out = both(capture.watched.arrays(params), batch)
-    found, total, scale = (float(x) for x in out)
-    n = jax.tree.leaves(batch)[0].shape[0]
-    digits = float(jnp.finfo(out[0].dtype).eps) ** 0.5
+        alone = lambda own, x: loss(own, jax.tree.map(lambda y: y[None], x))
+        each = lambda own: jax.vmap(alone, in_axes=(None, 0))(own, batch)
+        own = {i: arrays[i] for i in chosen}
+        found, g = jax.value_and_grad(loss)(own, batch)
+        total, each_g = jax.value_and_grad(lambda own: each(own).sum())(own)
+        far = lambda times: _norm(jax.tree.map(lambda x, y: times * x - y, g, each_g))
+        sizes = jnp.sqrt(squared_norms(capture(capture.watched.filled(arrays), batch))).sum()
+        return found, total, jnp.abs(each(own)).sum(), far(1), far(n), sizes
+
+    out = compared(arrays, batch)
+    found, total, scale, *far, sizes = map(float, out)
     if not math.isfinite(found):
         return  # told where examples that are not finite are
-    for one in (found, found * n):  # a sum, or a mean
-        if abs(one - total) <= 10 * digits * max(scale, 1e-30):
+    near = max(1e-4, 20 * float(jnp.finfo(out[0].dtype).eps))
+    for times, distance in zip((1, n), far):  # a sum, or a mean
+        same = abs(times * found - total) <= near * max(scale, 1e-30)
+        if same and distance <= 10 * near * max(sizes, 1e-30):
             return
     raise ValueError(
         f"batched=True: the loss of a batch of {n} is {found:.6g}, and the losses of its examples "
-        f"sum up to {total:.6g} (mean {total / n:.6g}). They depend on each other, so no "
-        "example has a gradient of its own: normalisation over the batch (BatchNorm in training "
-        "mode), dropout, or weights that depend on the batch. Use running averages, turn dropout "
-        "off, and sum over the examples."
+        f"sum up to {total:.6g} (mean {total / n:.6g}). They, or their gradients, depend on each "
+        "other, so no example has a gradient of its own: normalisation over the batch (BatchNorm "
+        "in training mode), dropout, or weights that depend on the batch. Use running averages, "
+        "turn dropout off, and sum over the examples."
     )
+
+
+def _norm(tree: Any) -> Any:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))

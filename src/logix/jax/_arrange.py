@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._record import Lookup, Outer, Record, Whole
+from .._record import Outer, Record, Whole
 from ._view import Atom, Part
 
 Array = Any
@@ -133,20 +133,24 @@ def names(path: str, part: Part, blocks: Iterable[Atom]) -> tuple[str, ...]:
     return tuple(out)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["record"], meta_fields=["names"])
+@partial(jax.tree_util.register_dataclass, data_fields=["record"], meta_fields=["names", "repeats"])
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The records of several layers: `record` is theirs, with an axis over them in front."""
+    """The records of several layers: `record` is theirs, with an axis over them in front.
+
+    `repeats`: how often each position comes among the places, in loops that share the parameter.
+    """
 
     names: tuple[str, ...]
     record: Record
+    repeats: int = 1
 
     @classmethod
-    def of(cls, record: Record) -> Stack:
+    def of(cls, record: Record, repeats: int) -> Stack:
         """That of one layer."""
         alone = cls((record.layer,), record)
         new = {name: x[None] for name, x in alone.arrays().items()}
-        return cls(alone.names, dataclasses.replace(record, layer="", **new))
+        return cls(alone.names, dataclasses.replace(record, layer="", **new), repeats)
 
     def unstacked(self) -> list[Record]:
         one = lambda k: {n: x[k] for n, x in self.arrays().items()}
@@ -162,10 +166,6 @@ def swapped(record: Record) -> Record:
     """The record whose gradient is transposed."""
     assert isinstance(record, Outer)
     return dataclasses.replace(record, a=record.g, g=record.a)
-
-
-def is_matrix(record: Record) -> bool:
-    return isinstance(record, Outer | Lookup)
 
 
 def split_whole(path: str, value: Array, axes: Sequence[int]) -> Stack:

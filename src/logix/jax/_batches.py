@@ -61,11 +61,17 @@ def as_batch(batch: Any) -> Batch:
     """A batch of NumPy, JAX, PyTorch or TensorFlow arrays."""
     arrays = jax.tree.map(as_array, batch)
     flat = jax.tree_util.tree_flatten_with_path(arrays)[0]
+    for path, x in flat:
+        if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
+            raise TypeError(
+                f"{jax.tree_util.keystr(path) or 'the batch'} is of {x.dtype}, which JAX has not. "
+                "Leave it out of the batch; if these are the ids, name them: ids='key'."
+            )
     sizes = {jax.tree_util.keystr(path): np.shape(x)[:1] for path, x in flat}
     if not flat or () in sizes.values() or len(set(sizes.values())) != 1:
         raise ValueError(
             "a batch is a pytree of arrays whose first axis is over the examples; the sizes of "
-            f"their first axes are {sizes}"
+            f"their first axes are {sizes}. One batch alone is given as [batch]."
         )
     spread = [x for _, x in flat if not is_here(x)]
     return Batch(arrays, flat[0][1].shape[0], _owned(spread[0]) if spread else None)
@@ -83,11 +89,12 @@ def as_mask(mask: Any, batch: Batch) -> Any:
 
 
 def as_array(x: Any) -> Any:
-    if isinstance(x, jax.Array | np.ndarray):
+    """An array that nobody changes: a loader may fill its buffer anew while this is computed."""
+    if isinstance(x, jax.Array):
         return freely(x)
     if hasattr(x, "numpy") and not hasattr(x, "detach"):  # TensorFlow
-        return x.numpy()
-    return to_numpy(x)
+        x = x.numpy()
+    return np.array(to_numpy(x))
 
 
 def is_here(x: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -91,7 +93,8 @@ class Capture:
         losses, stacks, logged = self._freely(self._everything, params, batch, 0, 1, 0)
         called = renamed([name for stack in stacks for name in stack.names])
         new = lambda names: tuple(called[name] for name in names)
-        return losses, [Stack(new(stack.names), stack.record) for stack in stacks], logged
+        replace = dataclasses.replace
+        return losses, [replace(stack, names=new(stack.names)) for stack in stacks], logged
 
     def _freely(self, fun: Callable, params: Any, batch: Any, *axes: int) -> Any:
         tree: Any = jax.tree.structure(batch)
@@ -216,6 +219,13 @@ class Capture:
                 f"the loss does not depend on {', '.join(map(repr, unused))} in any way that can "
                 f"be differentiated. Leave them out: filter=lambda path: path not in {unused!r}"
             )
+        names = sorted({x.name for x in found.plan.all_logged()})
+        for pattern in self.logs.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = ", ".join(names) or "nothing that the other patterns match"
+                raise ValueError(
+                    f"logs={pattern!r}: the loss logs no such name by lox.log. Found: {known}"
+                )
         if self.strict and (whole := coverage(found, self.watched, params).fallbacks):
             raise ValueError(f"strict=True: no rule for {'; '.join(whole)}")
 

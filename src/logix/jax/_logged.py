@@ -22,8 +22,6 @@ from lox._primitive import is_log, log_p
 
 from ._site import Loop
 
-CALLS = ("jit", "remat2", "checkpoint", "remat", "closed_call", "core_call", "shard_map")
-
 
 @dataclasses.dataclass(frozen=True)
 class Logged:

@@ -76,6 +76,7 @@ class LookUp(Site):
     def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
         front = self.front(part)
         i = kept[0] if kept[0].ndim == len(front) else kept[0][..., self.column]
+        i = i.astype(jnp.promote_types(i.dtype, jnp.int32))  # uint8 has no number 256
         inside = (i >= 0) & (i <= self.rows - self.taken)
         i = jnp.clip(i, 0, self.rows - self.taken)
         kinds = [kind for kind, _ in self.roles if kind != "side"]

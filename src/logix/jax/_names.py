@@ -54,13 +54,15 @@ def watched(params: Any, filter: Any = None, names: Any = None) -> Watched:
         raise ValueError(
             f"no parameter is left to watch: filter={filter!r}. The paths are: {', '.join(paths)}"
         )
-    for k in chosen:
-        dtype = jnp.result_type(flat[at[k]][1])
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"the parameter {paths[k]!r} is of {dtype}, which has no gradient. Keep it out of "
-                f"`params`, or leave it out: filter=lambda path: path != {paths[k]!r}"
-            )
+    kinds = {paths[k]: jnp.result_type(flat[at[k]][1]) for k in chosen}
+    odd = {path: dtype for path, dtype in kinds.items() if not jnp.issubdtype(dtype, jnp.floating)}
+    if odd:
+        which = ", ".join(f"{path!r} is of {dtype}" for path, dtype in odd.items())
+        raise TypeError(
+            f"only real floating-point numbers have a gradient here, and the parameter {which}. "
+            "Keep what is no parameter out of `params` (nnx.split(model, nnx.Param, ...)), or "
+            f"leave it out: filter=lambda path: path not in {list(odd)!r}"
+        )
     leaves = tuple(None if is_array(x) else x for _, x in flat)
     called = _called(paths, names)
     return Watched(tree, leaves, tuple(at), tuple(paths), called, tuple(chosen))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -23,10 +23,11 @@ from ._entrywise import CALLS as ENTERED
 from ._entrywise import ENTRYWISE, carried_unchanged, inner, multiplied_out
 from ._logged import Logged, Logs
 from ._ragged import contracted
+from ._reached import reached
 from ._shards import local, mesh_loops, varies
 from ._site import Loop, NoRule, Site
 from ._sites import SITES
-from ._view import Value, follow, parameter, picked
+from ._view import Part, Value, follow, parameter, picked
 
 CALLS = {name: body for name, body in ENTERED.items() if name != "shard_map"}
 
@@ -83,7 +84,8 @@ class Use:
 
     reason: str
     elementwise: bool
-    blocks: tuple[int, ...]
+    picks: frozenset[tuple[int, int | None]] = frozenset()  # axis and entry; None: each in turn
+    blocks: tuple[int, ...] = ()
 
 
 class Planner:
@@ -188,9 +190,7 @@ class Planner:
 
     def _note(self, values: Sequence[Value], reason: str, elementwise: bool) -> None:
         for part in (part for value in values for part in value):
-            picks = [*part.pinned, *(a for b in part.bound for a in b.atoms)]
-            blocks = tuple(sorted({a.axis for a in picks if a.stride == 1 and a.full > 1}))
-            self.uses.setdefault(part.param, []).append(Use(reason, elementwise, blocks))
+            self.uses.setdefault(part.param, []).append(Use(reason, elementwise, _picks(part)))
 
 
 def _one_of_two(eqn: Any, ins: list[Value]) -> list[Value]:
@@ -217,7 +217,7 @@ def read(jaxpr: Any, params: int, shapes: dict[int, tuple[int, ...]], logs: Logs
 
     `shapes`: of those that are watched, by number.
     """
-    direct = {i: [Use("no entries", True, ())] for i, shape in shapes.items() if 0 in shape}
+    direct = {i: [Use("no entries", True)] for i, shape in shapes.items() if 0 in shape}
     while True:
         planner = Planner(frozenset(direct), logs)
         followed = {i: parameter(i, shape) for i, shape in shapes.items() if i not in direct}
@@ -227,11 +227,20 @@ def read(jaxpr: Any, params: int, shapes: dict[int, tuple[int, ...]], logs: Logs
         forms, rules, clash = _forms(plan)
         if not planner.uses and not clash:
             break
-        direct |= {i: [Use("several uses that do not go together", False, ())] for i in clash}
+        direct |= {i: [Use("several uses that do not go together", False)] for i in clash}
         direct |= planner.uses
+        for site in (site for _, site in plan.all_sites()):
+            for part, own in zip(site.value, site.forms):
+                if part.param in planner.uses:  # a matrix, of which something else is made too
+                    reason = f"{planner.uses[part.param][0].reason} beside a {site.rule}"
+                    turns = {
+                        (a.axis, None) for a in own.blocks if a.axis not in _axes(_picks(part))
+                    }
+                    direct[part.param].append(Use(reason, False, _picks(part) | turns))
     met = multiplied_out(jaxpr, params, list(direct)) if direct else {}
     uses = {i: _summary(found, shapes[i], met.get(i)) for i, found in direct.items()}
-    unused = [i for i in shapes if i not in forms and i not in direct]
+    known = reached(jaxpr, {0}) & {*forms, *direct}
+    unused = [i for i, shape in shapes.items() if i not in known and 0 not in shape]
     return Found(plan, forms, rules, uses, unused)
 
 
@@ -240,12 +249,29 @@ def _summary(uses: list[Use], shape: tuple[int, ...], met: str | None) -> Use:
 
     `met`: an operation that multiplies it out, after all.
     """
-    blocks = uses[0].blocks if len({u.blocks for u in uses}) == 1 else ()
+    blocks: tuple[int, ...] = ()
+    if len({_axes(u.picks) for u in uses}) == 1:
+        every = frozenset().union(*(u.picks for u in uses))
+        whole = lambda axis: (
+            (axis, None) in every or all((axis, k) in every for k in range(shape[axis]))
+        )
+        blocks = tuple(sorted(filter(whole, _axes(every))))
     matrix = 0 not in shape and sum(n > 1 for i, n in enumerate(shape) if i not in blocks) > 1
     odd = next((u for u in uses if not u.elementwise), None)
     if odd is None and met is not None:
-        odd = Use(f"{uses[0].reason} and {met}", False, blocks)
-    return Use((odd or uses[0]).reason, odd is None or not matrix, blocks)
+        odd = Use(f"{uses[0].reason} and {met}", False)
+    return Use((odd or uses[0]).reason, odd is None or not matrix, blocks=blocks)
+
+
+def _picks(part: Part) -> frozenset[tuple[int, int | None]]:
+    """Which entries of which axes a part of a parameter is, if it is not all of them."""
+    pinned = {(a.axis, a.start) for a in part.pinned if a.stride == 1 and a.full > 1}
+    bound = {(a.axis, None) for b in part.bound for a in b.atoms if a.stride == 1 and a.full > 1}
+    return frozenset(pinned | bound)
+
+
+def _axes(picks: Iterable[tuple[int, int | None]]) -> frozenset[int]:
+    return frozenset(axis for axis, _ in picks)
 
 
 def _forms(plan: Plan) -> tuple[dict[int, Form], dict[int, str], set[int]]:

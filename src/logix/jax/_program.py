@@ -69,7 +69,8 @@ class Program:
     """A loss and its parameters, as a run watches them."""
 
     def __init__(self, capture: Capture, params: Any):
-        self.capture, self.params = capture, jax.tree.map(freely, params)
+        own = lambda x: jnp.array(x) if isinstance(x, np.ndarray) else freely(x)
+        self.capture, self.params = capture, jax.tree.map(own, params)
         self.shapes: dict[str, tuple[int, ...]] = {}  # of whole gradients, once a batch was seen
         self.coverage: Coverage | None = None
         self._ready: dict[Any, Ready] = {}

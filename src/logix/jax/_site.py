@@ -12,6 +12,7 @@ gradient, have an axis for each in front, behind that of the examples.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,5 +86,8 @@ class Site:
             record = made.record
             if own != wanted[part.param]:
                 record = swapped(record)
-            out.append(Stack(tuple(paths[part.param] + n for n in made.names), record))
+            bound = {b.loop for b in part.bound}
+            repeats = math.prod(x.length for x in self.loops if x.number not in bound)
+            layers = tuple(paths[part.param] + n for n in made.names)
+            out.append(Stack(layers, record, repeats))
         return out

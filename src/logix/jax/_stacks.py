@@ -54,9 +54,9 @@ def compressed(stacks: Sequence[Stack], how: Projector) -> list[Stack]:
         if isinstance(record, Outer) and len(stack.names) > 1 and how.settings.kind == "logra":
             a = _sides(stack.names, "right", record.a, how)
             g = _sides(stack.names, "left", record.g, how)
-            out.append(Stack(stack.names, Outer("", a, g, record.real)))
+            out.append(Stack(stack.names, Outer("", a, g, record.real), stack.repeats))
         else:
-            out += [Stack.of(how.record(r)) for r in stack.unstacked()]
+            out += [Stack.of(how.record(r), stack.repeats) for r in stack.unstacked()]
     return out
 
 
@@ -81,14 +81,26 @@ def masked(stack: Stack, mask: Array) -> Stack:
     record = stack.record
     if isinstance(record, Whole):
         return stack
-    fits = record.g.shape[2] == mask.shape[1]
-    real = jnp.broadcast_to(mask if fits else True, record.g.shape[:3])
+    real = jnp.ones(record.g.shape[:3], bool)
+    if fits(stack, mask):
+        times = record.g.shape[2] // mask.shape[1]
+        real = jnp.broadcast_to(jnp.tile(mask, (1, times)), real.shape)
     keep = lambda x: jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
     if isinstance(record, Lookup):
-        return Stack(stack.names, dataclasses.replace(record, g=keep(record.g)))
-    own = real if record.real is None else record.real & real
-    new = dataclasses.replace(record, a=keep(record.a), g=keep(record.g), real=own)
-    return Stack(stack.names, new)
+        return dataclasses.replace(stack, record=dataclasses.replace(record, g=keep(record.g)))
+    counted = real if record.real is None else record.real & real
+    new = dataclasses.replace(record, a=keep(record.a), g=keep(record.g), real=counted)
+    return dataclasses.replace(stack, record=new)
+
+
+def fits(stack: Stack, mask: Array) -> bool:
+    """Whether the places of records are the positions of a mask: once (a loop may go over them), or
+    again in each iteration of a loop around them.
+    """
+    record, positions = stack.record, mask.shape[1]
+    if isinstance(record, Whole):
+        return False
+    return record.g.shape[2] in (positions, stack.repeats * positions)
 
 
 def layer_gradients(stacks: Sequence[Stack]) -> list[Whole]:

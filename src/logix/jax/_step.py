@@ -26,7 +26,7 @@ from .._taking import OF_POSITIONS
 from ._arrange import Stack
 from ._batches import Spread
 from ._capture import Capture
-from ._stacks import Handed, compressed, layer_gradients, masked, rows, unstacked
+from ._stacks import Handed, compressed, fits, layer_gradients, masked, rows, unstacked
 
 Array = Any
 # For what is made of records; the model's own products are left as they are.
@@ -77,6 +77,11 @@ class Step:
             stacks = compressed(stacks, Handed(settings, given=given))
         if mask is None:
             return stacks, logged
+        if not any(fits(stack, mask) for stack in stacks):
+            raise ValueError(
+                f"mask has {mask.shape[1]} positions, and no layer has so many places. It is "
+                "(examples, positions), with the positions that the model sees."
+            )
         return [masked(s, mask) for s in stacks], [_masked_log(x, mask) for x in logged]
 
     def _records(
