@@ -70,8 +70,9 @@ class Extracting(Taking):
         twice = summed and not self._has_bases() and not self._scheduled
         if summed and self._own_bases and not self._scheduled:
             raise ValueError(
-                "EK-FAC goes over all of the data twice, and an extract before this one has been "
-                "through both: give all batches in one call, or use statistic='kfac'."
+                "EK-FAC goes over all of the data twice, and an extract before this one has begun "
+                "the second time: give all batches in one call, or use statistic='kfac'. "
+                "run.clear() begins anew; compression is forgotten with it."
             )
         if twice:
             passes.check_twice()
@@ -172,6 +173,11 @@ class _Passes:
         if mask is not None and not callable(mask):
             raise TypeError(
                 f"mask is a function of a batch (lambda batch: batch['mask']), not {type(mask)}"
+            )
+        if isinstance(batches, Mapping):
+            raise TypeError(
+                f"a dict was given, with the keys {list(batches)}, where an iterable of batches is "
+                "needed. One batch alone is given as [batch]."
             )
         self._batches, self._mask = batches, mask
         self._ids = list(ids) if isinstance(ids, Iterator) else ids

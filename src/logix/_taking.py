@@ -36,7 +36,7 @@ class Taking(Watching):
         self._told: set[str] = set()
         self._finite = Finite(nonfinite)
         self._scheduled = False  # passes are counted by LogIXScheduler
-        self._own_bases = False  # an `extract` has been through both passes of EK-FAC
+        self._own_bases = False  # an `extract` has begun the second pass of EK-FAC
         self._everywhere = False  # the sums of this pass are those of all processes already
 
     def _kinds(self, save: bool | None) -> frozenset[str]:

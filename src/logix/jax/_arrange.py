@@ -133,24 +133,24 @@ def names(path: str, part: Part, blocks: Iterable[Atom]) -> tuple[str, ...]:
     return tuple(out)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["record"], meta_fields=["names", "repeats"])
+@partial(jax.tree_util.register_dataclass, data_fields=["record"], meta_fields=["names", "loops"])
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """The records of several layers: `record` is theirs, with an axis over them in front.
 
-    `repeats`: how often each position comes among the places, in loops that share the parameter.
+    `loops`: the lengths of those that share the parameter, outermost first: places are in them.
     """
 
     names: tuple[str, ...]
     record: Record
-    repeats: int = 1
+    loops: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, record: Record, repeats: int) -> Stack:
+    def of(cls, record: Record, loops: tuple[int, ...]) -> Stack:
         """That of one layer."""
         alone = cls((record.layer,), record)
         new = {name: x[None] for name, x in alone.arrays().items()}
-        return cls(alone.names, dataclasses.replace(record, layer="", **new), repeats)
+        return cls(alone.names, dataclasses.replace(record, layer="", **new), loops)
 
     def unstacked(self) -> list[Record]:
         one = lambda k: {n: x[k] for n, x in self.arrays().items()}

@@ -222,7 +222,7 @@ class Capture:
         names = sorted({x.name for x in found.plan.all_logged()})
         for pattern in self.logs.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                known = ", ".join(names) or "nothing that the other patterns match"
+                known = ", ".join(sorted(self.logs.seen)) or "no log at all"
                 raise ValueError(
                     f"logs={pattern!r}: the loss logs no such name by lox.log. Found: {known}"
                 )

@@ -43,6 +43,7 @@ class Logs:
 
     def __init__(self, patterns: Sequence[str] = ()):
         self.patterns = tuple(patterns)
+        self.seen: dict[str, None] = {}  # names of all logs, wanted or not
 
     def wanted(self, name: str) -> bool:
         return any(fnmatchcase(name, p) for p in self.patterns)
@@ -56,6 +57,7 @@ class Logs:
         names: dict[Any, dict[str, None]] = {}
         for eqn in jaxpr.eqns:
             for var, name in _fields(eqn):
+                self.seen[name] = None
                 if not self.wanted(name):
                     continue
                 if isinstance(var, jex.Literal) or var in jaxpr.constvars:

@@ -12,7 +12,6 @@ gradient, have an axis for each in front, behind that of the examples.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,7 +86,7 @@ class Site:
             if own != wanted[part.param]:
                 record = swapped(record)
             bound = {b.loop for b in part.bound}
-            repeats = math.prod(x.length for x in self.loops if x.number not in bound)
+            shared = tuple(x.length for x in self.loops if x.number not in bound)
             layers = tuple(paths[part.param] + n for n in made.names)
-            out.append(Stack(layers, record, repeats))
+            out.append(Stack(layers, record, shared))
         return out

@@ -6,6 +6,7 @@ A scan over layers is compiled once for all of them; what is made of its records
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -54,9 +55,9 @@ def compressed(stacks: Sequence[Stack], how: Projector) -> list[Stack]:
         if isinstance(record, Outer) and len(stack.names) > 1 and how.settings.kind == "logra":
             a = _sides(stack.names, "right", record.a, how)
             g = _sides(stack.names, "left", record.g, how)
-            out.append(Stack(stack.names, Outer("", a, g, record.real), stack.repeats))
+            out.append(Stack(stack.names, Outer("", a, g, record.real), stack.loops))
         else:
-            out += [Stack.of(how.record(r), stack.repeats) for r in stack.unstacked()]
+            out += [Stack.of(how.record(r), stack.loops) for r in stack.unstacked()]
     return out
 
 
@@ -82,9 +83,9 @@ def masked(stack: Stack, mask: Array) -> Stack:
     if isinstance(record, Whole):
         return stack
     real = jnp.ones(record.g.shape[:3], bool)
-    if fits(stack, mask):
-        times = record.g.shape[2] // mask.shape[1]
-        real = jnp.broadcast_to(jnp.tile(mask, (1, times)), real.shape)
+    if (times := fits(stack, mask)) is not None:
+        own = jnp.tile(jnp.repeat(mask, times[1], axis=1), (1, times[0]))
+        real = jnp.broadcast_to(own, real.shape)
     keep = lambda x: jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
     if isinstance(record, Lookup):
         return dataclasses.replace(stack, record=dataclasses.replace(record, g=keep(record.g)))
@@ -93,14 +94,19 @@ def masked(stack: Stack, mask: Array) -> Stack:
     return dataclasses.replace(stack, record=new)
 
 
-def fits(stack: Stack, mask: Array) -> bool:
-    """Whether the places of records are the positions of a mask: once (a loop may go over them), or
-    again in each iteration of a loop around them.
+def fits(stack: Stack, mask: Array) -> tuple[int, int] | None:
+    """Where the positions of a mask are among the places of records: how often all of them come,
+    by loops around them, and each of them, by loops inside. A loop may go over them itself.
     """
     record, positions = stack.record, mask.shape[1]
     if isinstance(record, Whole):
-        return False
-    return record.g.shape[2] in (positions, stack.repeats * positions)
+        return None
+    axes = (*stack.loops, record.g.shape[2] // max(1, math.prod(stack.loops)))
+    for end in range(len(axes), 0, -1):
+        for begin in range(end - 1, -1, -1):
+            if math.prod(axes[begin:end]) == positions:
+                return math.prod(axes[:begin]), math.prod(axes[end:])
+    return None
 
 
 def layer_gradients(stacks: Sequence[Stack]) -> list[Whole]:

@@ -77,7 +77,9 @@ class Step:
             stacks = compressed(stacks, Handed(settings, given=given))
         if mask is None:
             return stacks, logged
-        if not any(fits(stack, mask) for stack in stacks):
+        placed = [stack for stack in stacks if not isinstance(stack.record, Whole)]
+        known = any(fits(stack, mask) for stack in placed)
+        if placed and not known and not any(x.has_positions(mask) for x in logged):
             raise ValueError(
                 f"mask has {mask.shape[1]} positions, and no layer has so many places. It is "
                 "(examples, positions), with the positions that the model sees."
@@ -123,7 +125,8 @@ class Step:
                 fine = out["all finite"] if good is None else True
                 add = functools.partial(self._add, records, logged, mask, good, what)
                 begun, kinds = jax.eval_shape(add, sums, fixed)
-                sums = sums or zeros_like(begun)
+                # `setup` may ask for more than what is summed up so far.
+                sums = {k: {**zeros_like(own), **sums.get(k, {})} for k, own in begun.items()}
                 skip = lambda sums, fixed: (sums, zeros_like(kinds))
                 added = jax.lax.cond(fine, add, skip, sums, fixed)
                 out["sums"], out["counts"] = jax.tree.map(spread.everywhere, added)
