@@ -1,9 +1,8 @@
 """What one batch adds to the sums of one layer, whose meaning is told in `_statistics`.
 
-A layer may have several records, one for each of its uses, and of several kinds: an embedding that
-is the output's matrix too. What is linear in positions is added use by use. Squares and products of
-gradients need those of whole examples: they are made for as many examples at a time as `_CHUNK`
-allows, except where a formula does without them.
+A layer may have a record for each of its uses. What is linear in positions is added use by use.
+Squares and products of gradients need those of whole examples: they are made for as many examples at
+a time as `_CHUNK` allows, except where a formula does without them.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ LARGEST_SIDE = 2**14  # entries: 1 GiB of covariance, whose eigenvectors take mi
 _SHORT = 256  # entries of a bias whose covariance is kept: n² numbers, and n² work per example
 _CHUNK = 2**24  # entries of per-sample gradients that exist at a time, if one example has no more
 _LARGEST = 2**15  # of a raw covariance: 4 GiB
+_flat = lambda x: x.reshape(-1, x.shape[-1])  # (B, T, D) as (B·T, D)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +166,8 @@ def add_layer(sums: Sums, uses: Sequence[Record], what: frozenset[str], real: Re
             sums.add("raw", len(grads), (size, size), add_gram, grads.reshape(len(grads), size))
     if "ekfac" in what:
         sums.add("eigen", n, shape, _add_squares, uses, sums.basis("left"), sums.basis("right"))
-    if not exact_products(sums.data):
-        given = uses
-    _add_positions(sums, [r for r in given if not isinstance(r, Whole)], what, real)
+    places = [r for r in (given if exact_products(sums.data) else uses) if not isinstance(r, Whole)]
+    _add_positions(sums, places, what, real)
 
 
 def _total(record: Record) -> tuple[Any, ...]:
@@ -297,8 +296,3 @@ def _add_second(total: Array, vectors: Array) -> Array:
 
 def _add_to_diagonal(total: Array, index: Array, values: Array) -> Array:
     return add_at(total.reshape(-1), index * (len(total) + 1), values).reshape(total.shape)
-
-
-def _flat(x: Array) -> Array:
-    """(B, T, D) as (B·T, D)."""
-    return x.reshape(-1, x.shape[-1])
