@@ -1,8 +1,8 @@
 """What one batch adds to the sums of one layer, whose meaning is told in `_statistics`.
 
 A layer may have a record for each of its uses. What is linear in positions is added use by use.
-Squares and products of gradients need those of whole examples: they are made for as many examples at
-a time as `_CHUNK` allows, except where a formula does without them.
+Squares and products of gradients need those of whole examples: they are made for as many examples
+at a time as `_CHUNK` allows, except where a formula does without them.
 """
 
 from __future__ import annotations
