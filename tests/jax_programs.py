@@ -260,11 +260,6 @@ def every_other_column(p, x):
     return square(x @ p["w"][:, ::2])
 
 
-@program("whole", dict(w=(4, 6)), (3, 4))
-def reversed_columns(p, x):
-    return square(x @ p["w"][:, ::-1])
-
-
 # --- several uses ---------------------------------------------------------------------------------
 
 
@@ -603,6 +598,36 @@ def positions_from(p, e):
     return square(jnp.tanh(e["x"] + lax.dynamic_slice_in_dim(p["pos"], e["at"], 5)))
 
 
+# --- turned round ----------------------------------------------------------------------------------
+
+
+@program("product", dict(w=(4, 6)), (3, 4))
+def flipped(p, x):
+    return square(jnp.tanh(x @ jnp.flip(p["w"]))) + square(x @ p["w"][:, ::-1][:, 1:4])
+
+
+@program("product", dict(w=(4, 6)), (3, 2))
+def flipped_and_reshaped(p, x):
+    heads = jnp.flip(p["w"], 1).reshape(4, 3, 2)
+    return square(jnp.tanh(jnp.einsum("td,mhd->tmh", x, heads)))
+
+
+@program("product", dict(w=(3, 4, 4)), (2, 4))
+def flipped_layers(p, x):
+    step = lambda h, w: (jnp.tanh(h @ w), None)
+    return square(lax.scan(step, x, p["w"][::-1])[0])
+
+
+@program("product", dict(w=(4, 3), v=(4, 2)), (5, 4))
+def flipped_beside_another(p, x):
+    return square(jnp.tanh(x @ jnp.concatenate([p["w"], p["v"]], 1)[:, ::-1]))
+
+
+@program("elementwise", dict(b=(4,)), (3, 4))
+def flipped_bias(p, x):
+    return square(jnp.tanh(x + p["b"][::-1]))
+
+
 # --- convolutions ---------------------------------------------------------------------------------
 
 IMAGE = ("NHWC", "HWIO", "NHWC")
@@ -658,6 +683,13 @@ def conv_with_odd_axes(p, x):
     return square(jnp.tanh(y))
 
 
+@program("convolution", dict(k=(4, 2, 3, 2)), (2, 5, 3, 7))
+def conv_with_axes_in_another_order_each(p, x):
+    numbers = ("CHNW", "OIWH", "HCWN")
+    y = lax.conv_general_dilated(x, p["k"], (1, 2), "SAME", dimension_numbers=numbers)
+    return square(jnp.tanh(y))
+
+
 @program("convolution", dict(k=(3, 3, 4, 4)), (5, 5, 4))
 def conv_in_scan(p, x):
     conv = partial(lax.conv_general_dilated, dimension_numbers=IMAGE)
@@ -679,10 +711,46 @@ def conv_depthwise_over_layers(p, x):
     return square(lax.scan(step, x[None], p["k"])[0])
 
 
-@program("whole", dict(k=(3, 2, 4)), (4, 7, 2))
+WIDE = ("NWC", "WIO", "NWC")
+
+
+@program("convolution", dict(k=(3, 2, 4)), (4, 7, 2))
 def conv_with_batch_groups(p, x):
-    how = dict(batch_group_count=2, dimension_numbers=("NWC", "WIO", "NWC"))
+    how = dict(batch_group_count=2, dimension_numbers=WIDE)
     return square(jnp.tanh(lax.conv_general_dilated(x, p["k"], (1,), "SAME", **how)))
+
+
+@program("convolution", dict(k=(6, 2, 3, 2)), (2, 5, 6, 7))
+def conv_with_batch_groups_and_odd_axes(p, x):
+    how = dict(batch_group_count=3, dimension_numbers=("CHNW", "OIWH", "HCWN"))
+    y = lax.conv_general_dilated(x, p["k"], (2, 1), "VALID", rhs_dilation=(1, 2), **how)
+    return square(jnp.tanh(y))
+
+
+@program("convolution", dict(k=(3, 3, 4, 2)), (4, 4, 2))
+def conv_transposed_with_the_kernel_of_a_conv(p, x):
+    how = dict(padding="SAME", transpose_kernel=True, dimension_numbers=IMAGE)
+    return square(jnp.tanh(lax.conv_transpose(x[None], p["k"], (2, 2), **how)))
+
+
+@program("convolution", dict(k=(3, 1, 4)), (7, 4))
+def conv_depthwise_with_a_flipped_kernel(p, x):
+    how = dict(feature_group_count=4, dimension_numbers=WIDE)
+    y = lax.conv_general_dilated(x[None], jnp.flip(p["k"], 0), (1,), [(2, -1)], **how)
+    return square(jnp.tanh(y))
+
+
+@program("convolution", dict(k=(5, 2, 3)), (7, 2))
+def conv_with_a_part_of_a_kernel(p, x):
+    conv = partial(lax.conv_general_dilated, dimension_numbers=WIDE)
+    y = conv(x[None], p["k"][1:4], (1,), [(1, 2)], lhs_dilation=(2,))
+    return square(jnp.tanh(y)) + square(conv(x[None], p["k"][:, :, :2], (1,), "SAME"))
+
+
+@program("convolution", dict(k=(3, 2, 3), v=(3, 2, 1)), (7, 2))
+def conv_with_two_kernels_in_one(p, x):
+    both = jnp.concatenate([p["k"], jnp.flip(p["v"], 1)], -1)
+    return square(jnp.tanh(lax.conv_general_dilated(x[None], both, (1,), "SAME", None, None, WIDE)))
 
 
 # --- experts --------------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ def arrange(x: Array, roles: Sequence[Role], side: Sequence[Atom] | None = None)
             pieces.append((role.kind, None))
             shape.append(x.shape[axis])
     x = x.reshape(shape)
+    if turned := [i for i, (_, atom) in enumerate(pieces) if atom is not None and atom.flipped]:
+        x = lax.rev(x, turned)
     missing = [
         (a.start, a.full - a.start - a.size, 0) if kind == "side" and a is not None else (0, 0, 0)
         for kind, a in pieces

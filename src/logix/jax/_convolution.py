@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,54 +21,68 @@ class Convolution(Site):
     rule = "convolution"
 
     def __init__(self, eqn: Any, values: list[Value], loops: Loops):
-        if values[0] or eqn.params["batch_group_count"] != 1:
-            raise NoRule("a convolution of another kind")
-        self.groups = eqn.params["feature_group_count"]
+        if values[0]:
+            raise NoRule("an image made of parameters")
+        # Features or images in groups: a group of outputs sees only its own group of inputs.
+        self.features = eqn.params["feature_group_count"]
+        self.images = eqn.params["batch_group_count"]
         self.numbers = eqn.params["dimension_numbers"]
         super().__init__(eqn, values[1], loops)
-        kernel = eqn.invars[1].aval.shape
-        if len(values[1]) > 1 or not values[1][0].covers(kernel):
-            raise NoRule("a kernel made of several parameters")
+        [first, *others] = values[1]
+        grouped = self.features * self.images > 1
+        if grouped and (others or not first.covers(eqn.invars[1].aval.shape)):
+            raise NoRule("a kernel for groups, made of several parameters")
 
     def form(self, part: Part) -> Form:
-        out, into, *space = self.numbers.rhs_spec
+        out, *axes = self.numbers.rhs_spec
         found = form(part, (), part.dims[out], ())
-        right = tuple(a for d in (into, *space) for a in part.dims[d])
-        if any(a.size != a.full for a in (*right, *part.dims[out])):
-            raise NoRule("a part of a kernel")
         # Channels first, then the kernel's own axes: the order does not depend on the library.
-        return Form(found.blocks, found.left, (*right, *_marks(self.groups)))
+        right = tuple(a.whole for d in axes for a in part.dims[d])
+        if self.features * self.images == 1:
+            return Form(found.blocks, found.left, right)
+        for dim in (part.dims[d] for d in (out, *axes)):
+            if any(a.size != a.full or a.flipped != dim[0].flipped for a in dim):
+                raise NoRule("a part of a kernel for groups")
+        # Another use of it, with other groups, does not go together with this one.
+        marks: Any = self.features, self.images
+        return Form(found.blocks, found.left, (*right, *marks))
 
     kept = [0]
 
     def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
-        out, into, *space = self.numbers.rhs_spec
+        out, *axes = self.numbers.rhs_spec
         kernel = self.eqn.invars[1].aval.shape
         front = self.front(part)
         lead = kept[0].shape[: len(front)]
         merged = kept[0].reshape(-1, *kept[0].shape[len(front) :])
-        patches = jnp.asarray(self._patches(merged, [kernel[d] for d in space]))
+        patches = jnp.asarray(self._patches(merged, [kernel[d] for d in axes[1:]]))
         a = patches.reshape(*lead, *patches.shape[1:])  # (…, N, places …, channels · kernel)
-        g = jnp.moveaxis(g, len(front) + self.numbers.out_spec[1], -1)
-        g = jnp.moveaxis(g, len(front) + _before(self.numbers.out_spec), len(front))
-        ndim = a.ndim - len(front) - 1
-        roles = [*front, *[PLACE] * ndim]
-        if self.groups == 1:
-            dims = [part.dims[d] for d in (into, *space)]
-            side = Role("side", tuple(x for dim in dims for x in dim))
-            a = arrange(a, [*roles, side], side.atoms)
-            g = arrange(g, [*roles, Role("side", part.dims[out])])
-            return Stack(names("", part, ()), Outer("", a, g))
-        # A group of outputs sees only its own inputs: no outer product of all with all.
-        every = lambda x: arrange(
-            x, [*roles, Role("side", (Atom(0, 1, *(x.shape[-1], 0, x.shape[-1])),))]
-        )
-        split = lambda x: x.reshape(*x.shape[:3], self.groups, -1)
+        image, feature, *space = self.numbers.out_spec
+        order = [len(front) + d for d in (image, *space, feature)]
+        g = g.transpose(*range(len(front)), *order)
+        roles = [*front, *[PLACE] * (g.ndim - len(front) - 1)]
+        if self.features * self.images == 1:
+            side = lambda d: Role("side", part.dims[d], part.starts[d])
+            a = a.reshape(*a.shape[:-1], *(kernel[d] for d in axes))
+            atoms = tuple(x for d in axes for x in part.dims[d])
+            a = arrange(a, [*roles, *map(side, axes)], atoms)
+            return Stack(names("", part, ()), Outer("", a, arrange(g, [*roles, side(out)])))
+        if self.images > 1:  # those of a group are behind each other; its outputs are features
+            a = a.reshape(*lead, self.images, -1, *a.shape[len(lead) + 1 :])
+            a = jnp.moveaxis(a, len(lead), -2).reshape(*lead, *g.shape[len(lead) : -1], -1)
+        a, g = self._groups(a, roles), self._groups(g, roles)
         wide = jnp.promote_types(g.dtype, jnp.float32)
         how: Any = dict(precision="highest", preferred_element_type=wide)
-        grad = jnp.einsum("sbtno,sbtni->sbnoi", split(every(g)), split(every(a)), **how)
-        shape = kernel[out], kernel[into], *(kernel[d] for d in space)
-        return Stack(names("", part, ()), Whole("", grad.reshape(*grad.shape[:2], *shape)))
+        grad = jnp.einsum("sbtno,sbtni->sbnoi", g, a, **how)
+        grad = grad.reshape(*grad.shape[:2], *(kernel[d] for d in (out, *axes)))
+        turned = [k for k, d in enumerate((out, *axes)) if any(x.flipped for x in part.dims[d])]
+        return Stack(names("", part, ()), Whole("", lax.rev(grad, [2 + k for k in turned])))
+
+    def _groups(self, x: Array, roles: list[Role]) -> Array:
+        """(layers, examples, places, groups, entries)."""
+        entries = Atom(0, 1, x.shape[-1], 0, x.shape[-1])
+        x = arrange(x, [*roles, Role("side", (entries,))])
+        return x.reshape(*x.shape[:3], self.features * self.images, -1)
 
     def _patches(self, x: Array, kernel: list[int]) -> Array:
         """(batch, N, places …, channels · kernel)."""
@@ -87,12 +100,3 @@ class Convolution(Site):
             precision=lax.Precision.HIGHEST,  # a copy: nothing is to be rounded
         )
         return jnp.moveaxis(out.reshape(*lead, *out.shape[1:]), 2, -1)
-
-
-def _marks(groups: int) -> tuple[Any, ...]:
-    return () if groups == 1 else (groups,)
-
-
-def _before(spec: Sequence[int]) -> int:
-    """Where the batch's axis is once that of the features is the last."""
-    return spec[0] - (spec[1] < spec[0])

@@ -68,7 +68,7 @@ class LookUp(Site):
         atoms = part.dims[self.axis]
         whole = list(atoms) == sorted(atoms, key=lambda a: a.place)
         whole &= all(a.size == a.full for a in atoms)
-        if len(atoms) > 1 and not whole:
+        if (len(atoms) > 1 and not whole) or any(a.flipped for a in atoms):
             raise NoRule("a look-up in a part of a table")
         blocks = [a for d in self.tables for a in part.dims[d]]
         return form(part, blocks, atoms, [a for d in self.others for a in part.dims[d]])

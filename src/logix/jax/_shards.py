@@ -35,10 +35,9 @@ def local(value: Value, spec: Any, loops: tuple[Loop, ...]) -> Value | None:
                 if len(dims[d]) != 1 or part.starts[d] or dims[d][0].size != dims[d][0].full:
                     return None
                 [atom], n = dims[d], number[name].length
-                rest = atom.full // n
-                bound.append(
-                    Bound(number[name].number, 0, (Atom(atom.axis, atom.stride * rest, n, 0, n),))
-                )
-                dims[d] = (Atom(atom.axis, atom.stride, rest, 0, rest),) if rest > 1 else ()
+                rest, turned = atom.full // n, atom.flipped
+                outer = Atom(atom.axis, atom.stride * rest, n, 0, n, turned)
+                bound.append(Bound(number[name].number, 0, (outer,)))
+                dims[d] = (Atom(atom.axis, atom.stride, rest, 0, rest, turned),) if rest > 1 else ()
         out.append(dataclasses.replace(part, dims=tuple(dims), bound=tuple(bound)))
     return tuple(out)

@@ -24,13 +24,17 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Atom:
-    """The entries `stride · i` of an axis, for i in start … start + size, of `full` there are."""
+    """The entries `stride · i` of an axis, for i in start … start + size, of `full` there are.
+
+    `flipped`: the last one comes first.
+    """
 
     axis: int
     stride: int
     full: int
     start: int
     size: int
+    flipped: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -39,7 +43,7 @@ class Atom:
 
     @property
     def whole(self) -> Atom:
-        return dataclasses.replace(self, start=0, size=self.full)
+        return Atom(self.axis, self.stride, self.full, 0, self.full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +184,8 @@ def _reshaped(part: Part, shape: Sequence[int], new: Sequence[int]) -> Part | No
             if atom.size % n or atom.start % inner or atom.full % inner:
                 return None
             outer = (atom.stride * inner, atom.full // inner, atom.start // inner, n)
-            dim.append(Atom(atom.axis, *outer))
-            left.insert(0, Atom(atom.axis, atom.stride, inner, 0, inner))
+            dim.append(Atom(atom.axis, *outer, atom.flipped))
+            left.insert(0, Atom(atom.axis, atom.stride, inner, 0, inner, atom.flipped))
             n = 1
         dims.append(tuple(dim))
     pinned = [*part.pinned, *pinned]
@@ -210,6 +214,24 @@ def _slice(params: Any, values: list[Value], avals: list[Any]) -> list[Value] | 
         return None
     cut = sliced(values[0], params["start_indices"], params["limit_indices"])
     return None if cut is None else [cut]
+
+
+@_rule("rev")
+def _rev(params: Any, values: list[Value], avals: list[Any]) -> list[Value]:
+    return [flipped(values[0], params["dimensions"], avals[0].shape)]
+
+
+def flipped(value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
+    """The value, with the order of its entries along some axes turned round."""
+    turn = lambda a: dataclasses.replace(a, flipped=not a.flipped)
+    out = []
+    for part in value:
+        dims, starts = list(part.dims), list(part.starts)
+        for d in axes:
+            starts[d] = shape[d] - starts[d] - part.sizes[d]
+            dims[d] = tuple(map(turn, dims[d]))
+        out.append(dataclasses.replace(part, dims=tuple(dims), starts=tuple(starts)))
+    return tuple(out)
 
 
 @_rule("split")
@@ -251,11 +273,13 @@ def _cut(dim: tuple[Atom, ...], lo: int, hi: int, pinned: list[Atom]) -> tuple[A
         return dim
     outer, *rest = dim
     inner = math.prod(a.size for a in rest)
+    first, last = lo // inner, -(-hi // inner)
+    start = outer.start + (outer.size - last if outer.flipped else first)
+    cut = dataclasses.replace(outer, start=start, size=last - first)
     if lo % inner == 0 and hi % inner == 0:
-        start = outer.start + lo // inner
-        return dataclasses.replace(outer, start=start, size=(hi - lo) // inner), *rest
-    if lo // inner == (hi - 1) // inner:
-        pinned.append(dataclasses.replace(outer, start=outer.start + lo // inner, size=1))
+        return cut, *rest
+    if cut.size == 1:
+        pinned.append(cut)
         return _cut(tuple(rest), lo % inner, (hi - 1) % inner + 1, pinned)
     return None
 
