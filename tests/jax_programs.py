@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 
 EXAMPLES = 3
+HALF = jnp.float32(0.5)
+IMAGE = ("NHWC", "HWIO", "NHWC")
 PROGRAMS: dict[str, Program] = {}
 
 
@@ -376,9 +378,68 @@ def carried_through_a_loop(p, x):
     return square(x @ p["w"])
 
 
-@program("whole", dict(w=(3, 4, 4)), (2, 4))
+@program("product", dict(w=(3, 4, 4)), (2, 4))
 def for_loop_over_layers(p, x):
     return square(lax.fori_loop(0, 3, lambda k, x: jnp.tanh(x @ p["w"][k]), x))
+
+
+@program({"w": "product", "b": "elementwise"}, dict(w=(5, 4, 4), b=(5, 4)), (2, 4))
+def for_loop_over_some_layers(p, x):
+    layer = lambda k, x: jnp.tanh(x @ p["w"][k] + p["b"][k])
+    return square(lax.fori_loop(1, 4, layer, x))
+
+
+@program("product", dict(w=(3, 4, 4)), (2, 4))
+def for_loop_down(p, x):
+    return square(lax.fori_loop(0, 3, lambda k, x: jnp.tanh(x @ p["w"][2 - k]), x))
+
+
+@program("product", dict(w=(2, 3, 4, 4)), (2, 4))
+def for_loop_in_for_loop(p, x):
+    layer = lambda j, k, x: jnp.tanh(x @ p["w"][j, k])
+    inside = lambda j, x: lax.fori_loop(0, 3, lambda k, x: layer(j, k, x), x)
+    return square(lax.fori_loop(0, 2, jax.checkpoint(inside), x))
+
+
+@program("product", dict(w=(4, 3, 4)), (2, 4))
+def scan_over_numbers_of_layers(p, x):
+    step = lambda x, k: (jnp.tanh(x @ jnp.take(p["w"], k, axis=1)), None)
+    return square(lax.scan(step, x, jnp.arange(3), reverse=True)[0])
+
+
+@program("product", dict(w=(4, 4, 4)), (2, 4))
+def scan_that_counts_by_itself(p, x):
+    step = lambda c, _: (
+        (jnp.tanh(c[0] @ lax.dynamic_index_in_dim(p["w"], c[1], 0, False)), c[1] + 1),
+        None,
+    )
+    return square(lax.scan(step, (x, 1), None, length=3, reverse=True)[0][0])
+
+
+@program("whole", dict(w=(3, 4, 4)), (2, 4))
+def for_loop_with_layers_shared_by_two(p, x):
+    return square(lax.fori_loop(0, 6, lambda k, x: jnp.tanh(x @ p["w"][k // 2]), x))
+
+
+@program("whole", dict(w=(3, 4, 4)), dict(x=(2, 4), k=Ids(0, 3, ())))
+def for_loop_from_a_layer_that_the_data_says(p, e):
+    return square(lax.fori_loop(0, 2, lambda k, x: jnp.tanh(x @ p["w"][k + e["k"]]), e["x"]))
+
+
+@program(
+    dict(w="product", e="look-up", k="convolution"),
+    dict(w=(4, 5), e=(6, 4), k=(3, 3, 1, 2)),
+    dict(x=(3, 4), i=Ids(0, 6, (3,)), z=(5, 5, 1)),
+)
+def scaled(p, e):
+    y = (e["x"] + (p["e"] * 2)[e["i"]]) @ (-p["w"] / jnp.sqrt(4.0))
+    z = lax.conv_general_dilated(e["z"][None], p["k"] * HALF, (1, 1), "SAME", None, None, IMAGE)
+    return square(jnp.tanh(y)) + square(jnp.tanh(z))
+
+
+@program("elementwise", dict(w=(4, 5)), dict(x=(3, 4), s=()))
+def scaled_by_data(p, e):
+    return square(jnp.tanh(e["x"] @ (p["w"] * e["s"])))
 
 
 @program("product", dict(w=(4, 4)), dict(x=(2, 4), n=Ids(0, 5, ())))
@@ -475,9 +536,119 @@ def _own_product(x, w):
 _own_product.defvjp(lambda x, w: (x @ w, (x, w)), lambda k, g: (g @ k[1].T, 2 * k[0].T @ g))
 
 
-@program("whole", dict(w=(4, 3)), (5, 4))
+@program("product", dict(w=(4, 3)), (5, 4))
 def own_product(p, x):
     return square(_own_product(x, p["w"]))
+
+
+@program("product", dict(w=(3, 4, 4)), (5, 4))
+def own_product_over_layers(p, x):
+    step = lambda x, w: (jnp.tanh(_own_product(x, w.T)), None)
+    return square(lax.scan(jax.checkpoint(step), x, p["w"])[0])
+
+
+@program("product", dict(w=(4, 6)), (5, 4))
+def own_product_of_a_part(p, x):
+    return square(_own_product(jnp.tanh(x @ p["w"])[:, :4], 2 * p["w"][:, 2:5]))
+
+
+@program("product", dict(w=(4, 3)), (5, 4))
+def own_product_for_each_place(p, x):
+    return square(jnp.tanh(jax.vmap(lambda x: _own_product(x[None], p["w"]))(x)))
+
+
+@jax.custom_jvp
+def _own_layer(w, b, x):
+    return jnp.tanh(x @ w + b)
+
+
+@_own_layer.defjvp
+def _own_layer_jvp(primals, tangents):
+    (w, b, x), (dw, db, dx) = primals, tangents
+    y = _own_layer(w, b, x)
+    return y, (1 - y**2) * (dx @ w + x @ dw + 0.5 * db)
+
+
+@program({"w": "product", "b": "elementwise"}, dict(w=(4, 3), b=(3,)), (5, 4))
+def own_layer(p, x):
+    return square(_own_layer(p["w"], p["b"], x))
+
+
+def _two_layers(x, w, v):
+    y = jnp.tanh(jnp.einsum("td,hdk->thk", x, w))
+    return jnp.argmax(y), y, jnp.einsum("thk,hkd->td", y, v)
+
+
+@jax.custom_vjp
+def _fused_layers(x, w, v, number):
+    return _two_layers(x, w, v)
+
+
+_fused_layers.defvjp(
+    lambda x, w, v, number: (_two_layers(x, w, v), (x, w, v)),
+    lambda kept, g: (*jax.vjp(_two_layers, *kept)[1](g), None),
+)
+
+
+@program("product", dict(w=(2, 4, 3), v=(2, 3, 4)), dict(x=(5, 4), i=Ids(0, 9, ())))
+def fused_layers_with_several_results(p, e):
+    best, y, z = _fused_layers(e["x"], p["w"], p["v"], e["i"])
+    return best + square(y) + square(jnp.tanh(z))
+
+
+@jax.custom_gradient
+def _rounded_weights(x, w):
+    ternary = jnp.sign(w)
+    return x @ ternary, lambda g: (g @ ternary.T, x.T @ g)
+
+
+@program("product", dict(w=(4, 3)), (5, 4))
+def straight_through(p, x):
+    return square(_rounded_weights(x, p["w"]))
+
+
+def _reversible(w, v, x, y):
+    y = y + jnp.tanh(x @ w)
+    return x + jnp.tanh(y @ v), y
+
+
+@jax.custom_vjp
+def _reversible_block(w, v, x, y):
+    return _reversible(w, v, x, y)
+
+
+def _reversible_backward(kept, g):
+    w, v, x, y = kept
+    x = x - jnp.tanh(y @ v)
+    y = y - jnp.tanh(x @ w)
+    return jax.vjp(_reversible, w, v, x, y)[1](g)
+
+
+_reversible_block.defvjp(
+    lambda w, v, x, y: (_reversible(w, v, x, y), (w, v, *_reversible(w, v, x, y))),
+    _reversible_backward,
+)
+
+
+@program("product", dict(w=(3, 4, 4), v=(3, 4, 4)), (5, 4))
+def reversible_network(p, x):
+    step = lambda h, ws: (_reversible_block(*ws, *h), None)
+    return sum(map(square, lax.scan(step, (x, x), (p["w"], p["v"]))[0]))
+
+
+@jax.custom_vjp
+def _gradient_is_no_product(x, w):
+    return x @ w
+
+
+_gradient_is_no_product.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda k, g: (g @ k[1].T, jnp.sign(k[0].T @ g))
+)
+
+
+@program("whole", dict(w=(4, 3)), (5, 4))
+def own_product_with_the_sign_of_a_gradient(p, x):
+    return square(_gradient_is_no_product(x, p["w"]))
 
 
 # --- norms and biases -----------------------------------------------------------------------------
@@ -598,7 +769,7 @@ def positions_from(p, e):
     return square(jnp.tanh(e["x"] + lax.dynamic_slice_in_dim(p["pos"], e["at"], 5)))
 
 
-# --- turned round ----------------------------------------------------------------------------------
+# --- turned round ---------------------------------------------------------------------------------
 
 
 @program("product", dict(w=(4, 6)), (3, 4))
@@ -629,8 +800,6 @@ def flipped_bias(p, x):
 
 
 # --- convolutions ---------------------------------------------------------------------------------
-
-IMAGE = ("NHWC", "HWIO", "NHWC")
 
 
 @program({"k": "convolution", "b": "elementwise"}, dict(k=(3, 2, 5), b=(5,)), (7, 2))

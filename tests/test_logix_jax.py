@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import logix.jax
 import lox
 from jax_programs import EXAMPLES, PROGRAMS, mlp, square
+from logix._compress import gradients
 from logix._record import Lookup, Outer, Whole
 
 over_programs = pytest.mark.parametrize("name", PROGRAMS)
@@ -132,6 +133,27 @@ def test_a_record_for_each_layer_and_use(name):
         assert isinstance(record, kind)
         count[record.layer] = count.get(record.layer, 0) + 1
     assert count == {layer: n for layer, (_, n) in SHAPES[name].items()}
+
+
+def noisy(w):
+    return w + jnp.cumsum(0 * w, -1)  # no rule goes through this, and nothing is changed by it
+
+
+@pytest.mark.parametrize(
+    "name", ["from_the_right", "from_the_left", "heads", "conv_2d", "embedding", "scan_over_layers"]
+)
+def test_a_fallback_is_written_as_a_rule_would_do(name):
+    program = PROGRAMS[name]
+    params, batch = program.data()
+    matrices = lambda p: {k: noisy(x) if k != "b" and k != "g" else x for k, x in p.items()}
+    other = lambda p, e: program.loss(matrices(p), e)
+    rows = {}
+    for loss in (program.loss, other):
+        capture = logix.jax.capture(loss, params)
+        grads = gradients(jax.jit(capture)(params, batch))
+        rows[loss] = {k: x.reshape(EXAMPLES, -1) for k, x in grads.items()}
+    assert len(capture.coverage(params, batch).fallbacks) >= 1
+    assert_close(rows[other], rows[program.loss])
 
 
 def sizes_in(jaxpr):

@@ -170,10 +170,21 @@ def swapped(record: Record) -> Record:
     return dataclasses.replace(record, a=record.g, g=record.a)
 
 
-def split_whole(path: str, value: Array, axes: Sequence[int]) -> Stack:
-    """Gradients of a parameter, (examples, …), as those of the layers stacked along these axes."""
+def split_whole(path: str, value: Array, axes: Sequence[int], own: Form | None) -> Stack:
+    """Gradients of a parameter, (examples, …), as those of the layers stacked along these axes.
+
+    `own`: the form of the parameter, if it is known which of its axes are those of an output.
+    """
     n = len(axes)
     value = jnp.moveaxis(value, [a + 1 for a in axes], list(range(n)))
     index = itertools.product(*(range(k) for k in value.shape[:n]))
     layers = tuple(path + "".join(f"[{i}]" for i in where) for where in index)
-    return Stack(layers, Whole("", value.reshape(len(layers), *value.shape[n:])))
+    value = value.reshape(len(layers), *value.shape[n:])
+    if own is not None:
+        sides = [a for a in (*own.left, *own.right) if isinstance(a, Atom)]
+        inside = sorted(sides, key=lambda a: a.place)
+        value = value.reshape(*value.shape[:2], *(a.full for a in inside))
+        value = value.transpose(0, 1, *(2 + inside.index(a) for a in sides))
+        rows = math.prod(a.full for a in own.left)
+        value = value.reshape(*value.shape[:2], rows, -1)
+    return Stack(layers, Whole("", value))

@@ -18,12 +18,11 @@ from .._record import Record
 from .._rows import Activation
 from ._arrange import Stack, split_whole
 from ._coverage import Coverage, coverage
-from ._entrywise import inner
 from ._explicit import freely
 from ._follow import Follow, slots
+from ._found import Found, read
 from ._logged import Logs
 from ._names import Watched, renamed, watched
-from ._plan import Found, read
 
 Array = Any
 
@@ -118,9 +117,11 @@ class Capture:
         layers = self.watched.names
         stacks = []
         for key, site in found.plan.all_sites():
-            stacks += site.stacks(kept[key], g[key], layers, found.forms)
+            stacks += site.stacks(kept[key], [g[n] for n in site.slots(key)], layers, found.forms)
         for i, value in whole.items():
-            stacks.append(split_whole(layers[i], value, found.direct[i].blocks))
+            stacks.append(
+                split_whole(layers[i], value, found.direct[i].blocks, found.turned.get(i))
+            )
         logged = [Activation(x.name, kept[x.key][0], g.get(x.key)) for x in found.plan.all_logged()]
         return losses, stacks, logged
 
@@ -140,7 +141,7 @@ class Capture:
             path, index = _parsed(name, self.watched.names)
             i = self.watched.names.index(path)
             shape = arrays[i].shape
-            if i in found.direct:
+            if i in found.direct and i not in found.turned:
                 blocks = found.direct[i].blocks
                 where: list[Any] = [slice(None)] * (1 + len(shape))
                 for axis, k in zip(blocks, index):
@@ -148,7 +149,7 @@ class Capture:
                 out[i] = jnp.zeros((len(x), *shape), x.dtype) if out[i] is None else out[i]
                 out[i] = out[i].at[tuple(where)].add(x)
                 continue
-            form = found.forms[i]
+            form = found.turned.get(i) or found.forms[i]
             made = form.placed(x, shape, index)
             out[i] = made if out[i] is None else out[i] + made
         return out
@@ -179,7 +180,7 @@ class Capture:
                 jaxpr = jax.make_jaxpr(loss)(*own, *kinds)
             self._check_loss(jaxpr)
             shapes = {i: tuple(own[i].shape) for i in self.watched.chosen}
-            found = read(inner(jaxpr), len(own), shapes, self.logs)
+            found = read(jaxpr, len(own), shapes, self.logs)
             self._check(found, params)
             self._found[key] = jaxpr, found
         return self._found[key]

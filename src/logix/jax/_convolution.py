@@ -49,7 +49,8 @@ class Convolution(Site):
 
     kept = [0]
 
-    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+    def record(self, part: Part, kept: list[Array], gs: list[Array], own: Form) -> Stack:
+        [g] = gs
         out, *axes = self.numbers.rhs_spec
         kernel = self.eqn.invars[1].aval.shape
         front = self.front(part)

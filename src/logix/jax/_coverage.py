@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+from ._found import Found
 from ._names import Watched
-from ._plan import Found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,8 @@ def coverage(found: Found, watched: Watched, params: Any) -> Coverage:
     cost: dict[int, int] = {}
     for _, site in found.plan.all_sites():
         times = math.prod(loop.length for loop in site.loops)
-        held = site.out.size + sum(site.eqn.invars[i].aval.size for i in site.kept)
+        arrays = [*site.outs, *(site.eqn.invars[i].aval for i in site.kept)]
+        held = sum(math.prod(x.shape) for x in arrays)
         for i in {part.param for part in site.value}:
             cost[i] = cost.get(i, 0) + times * held
     taken = []

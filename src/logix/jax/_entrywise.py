@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from lox import _compat
 
-from ._view import RULES, SAME
+from ._viewing import RULES, SAME
 
 ENTRYWISE = {
     *("add", "add_any", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "neg", "sqrt"),

@@ -25,18 +25,9 @@ from . import _ragged as ragged
 from ._entrywise import inner
 from ._logged import Logged
 from ._plan import Plan
+from ._site import taken
 
 Array = Any
-
-
-@jax.custom_jvp
-def taken(y: Array, slot: Array) -> Array:
-    return y
-
-
-@taken.defjvp
-def _taken_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[0] + tangents[1]
 
 
 def slots(plan: Plan) -> dict[str, Array]:
@@ -70,7 +61,7 @@ class Follow(Collector):
         if id(eqn) in self.plan.sites:
             key, site = self.plan.sites[id(eqn)]
             self.rows[key] = Rows([args[i] for i in site.kept], [], None, (), True)
-            return [taken(site.output(args), self.state[key])]
+            return site.run(args, [self.state[name] for name in site.slots(key)])
         if id(eqn) in self.plan.mapped:
             return [ragged.run(eqn, args)]
         if self._bodies and eqn.primitive.name == "shard_map":
@@ -136,11 +127,12 @@ class Follow(Collector):
             return outs, {k: [up(x, axes[k]) for x in r.values] for k, r in rows.items()}
 
         specs = {key: P(*own) for key, own in axes.items()}
+        every = [*(key for key, _ in plan.all_sites()), *(x.key for x in plan.all_logged())]
         outs, kept = jax.shard_map(
             run,
             mesh=params["mesh"],
             in_specs=({k: specs[k] for k in state}, list(params["in_specs"])),
-            out_specs=(list(params["out_specs"]), specs),
+            out_specs=(list(params["out_specs"]), {k: specs[k] for k in every}),
             axis_names=manual,
             check_vma=True,
         )(state, args)

@@ -73,7 +73,8 @@ class LookUp(Site):
         blocks = [a for d in self.tables for a in part.dims[d]]
         return form(part, blocks, atoms, [a for d in self.others for a in part.dims[d]])
 
-    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+    def record(self, part: Part, kept: list[Array], gs: list[Array], own: Form) -> Stack:
+        [g] = gs
         front = self.front(part)
         i = kept[0] if kept[0].ndim == len(front) else kept[0][..., self.column]
         i = i.astype(jnp.promote_types(i.dtype, jnp.int32))  # uint8 has no number 256

@@ -38,7 +38,8 @@ class Product(Site):
         of = lambda axes: [a for d in axes for a in part.dims[d]]
         return form(part, of(self.batch), of(self.free), of(self.contract))
 
-    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+    def record(self, part: Part, kept: list[Array], gs: list[Array], own: Form) -> Stack:
+        [g] = gs
         front, blocks = self.front(part), [a for d in self.batch for a in part.dims[d]]
         role = lambda kind, d: Role(kind, part.dims[d], part.starts[d])
         x_roles: dict[int, Role] = dict.fromkeys(self.x_free, PLACE)
@@ -76,7 +77,8 @@ class RaggedProduct(Site):
 
     kept = [0, 2]
 
-    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+    def record(self, part: Part, kept: list[Array], gs: list[Array], own: Form) -> Stack:
+        [g] = gs
         x, sizes = kept
         front = self.front(part)
         # Which matrix each row was for: an axis over them, behind the loops.

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from lox import _compat
@@ -39,7 +40,22 @@ Loops = Sequence[Loop]
 
 
 class NoRule(Exception):
-    """The equation uses a parameter in another way."""
+    """The equation uses a parameter in another way; `only`: the numbers of these arguments."""
+
+    def __init__(self, why: str, only: Sequence[int] | None = None):
+        super().__init__(why)
+        self.only = only
+
+
+@jax.custom_jvp
+def taken(y: Array, slot: Array) -> Array:
+    """An output as it is, whose gradient is that of the slot too."""
+    return y
+
+
+@taken.defjvp
+def _taken_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[0] + tangents[1]
 
 
 class Site:
@@ -48,19 +64,28 @@ class Site:
     rule: str
     kept: list[int]  # the arguments that have to be kept of the forward pass
     forms: list[Form]
+    outs: list[Any]  # the shapes and types of the gradients that are wanted of the backward pass
 
-    def __init__(self, eqn: Any, value: Value, loops: Loops):
+    def __init__(self, eqn: Any, value: Value, loops: Loops, outs: list[Any] | None = None):
         self.eqn, self.value, self.loops = eqn, value, tuple(loops)
-        self.out = eqn.outvars[0].aval
-        if not jnp.issubdtype(self.out.dtype, jnp.inexact):
+        self.outs = [eqn.outvars[0].aval] if outs is None else outs
+        if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in self.outs):
             raise NoRule("an integer result")
         self.forms = [self.form(part) for part in value]
 
     def form(self, part: Part) -> Form:
         raise NotImplementedError
 
-    def record(self, part: Part, kept: list[Array], g: Array, own: Form) -> Stack:
+    def record(self, part: Part, kept: list[Array], g: Any, own: Form) -> Stack:
         raise NotImplementedError
+
+    def slots(self, key: str) -> list[str]:
+        """Names of the slots for these gradients."""
+        return [f"{key}.{n}" for n in range(len(self.outs))]
+
+    def run(self, args: list[Array], slots: list[Array]) -> list[Array]:
+        """What the equation gives; the gradients of slots are those that are wanted."""
+        return [taken(self.output(args), slots[0])]
 
     def output(self, args: list[Array]) -> Array:
         """What the equation gives, in a way that can be mapped over examples."""
@@ -76,12 +101,13 @@ class Site:
         return [EXAMPLE, *loops]
 
     def stacks(
-        self, kept: list[Array], g: Array, paths: Sequence[str], wanted: Mapping[int, Form]
+        self, kept: list[Array], g: list[Array], paths: Sequence[str], wanted: Mapping[int, Form]
     ) -> list[Stack]:
         """Records of all parts; `wanted` is the form of each parameter, which may be transposed."""
         out = []
         for part, own in zip(self.value, self.forms):
-            made = self.record(part, kept, g, own)
+            last = g[-1] if part.scale == 1 else g[-1] * part.scale
+            made = self.record(part, kept, [*g[:-1], last], own)
             record = made.record
             if own != wanted[part.param]:
                 record = swapped(record)

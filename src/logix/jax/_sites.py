@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ._convolution import Convolution
+from ._custom import Custom
 from ._lookup import LookUp
 from ._products import Product, RaggedProduct
 from ._site import Site
@@ -15,4 +16,6 @@ SITES: dict[str, Callable[..., Site]] = {
     "conv_general_dilated": Convolution,
     "gather": LookUp,
     "dynamic_slice": LookUp,
+    "custom_jvp_call": Custom,
+    "custom_vjp_call": Custom,
 }

@@ -1,0 +1,127 @@
+"""Reads a backward pass: which product the gradient of a matrix is, in the end.
+
+Behind that product there may be transposes, casts, a number, a sum over an axis that was mapped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from lox import _compat
+
+from ._known import read
+from ._picked import with_numbers
+from ._view import Atom, Value, parameter, squeezed
+from ._viewing import follow
+
+Array = Any
+Axes = tuple[int | None, ...]  # None: one of a single entry, which the matrix does not have
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The gradient of a matrix as a product: its factors, (batch …, places …, free …) each.
+
+    The axes of the matrix, in the order of the batch, and of what is free in each of them.
+    """
+
+    variables: tuple[Any, Any]  # what went in, and the gradient of what came out
+    orders: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: Axes
+    free: tuple[Axes, Axes]
+    scale: float
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        turned = zip(self.variables, self.orders)
+        return [tuple(v.aval.shape[d] for d in order) for v, order in turned]
+
+
+def factors(jaxpr: Any, number: int, args: int) -> Factors | None:
+    """The product that an output of a backward pass is, if it is one.
+
+    `args`: how many of its inputs are arguments; the others are gradients.
+    """
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    variables = lambda eqn: [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+    chain: list[Any] = []
+    eqn = made.get(jaxpr.outvars[number])
+    while eqn is not None and eqn.primitive.name != "dot_general" and len(variables(eqn)) == 1:
+        chain, eqn = [eqn, *chain], made.get(variables(eqn)[0])
+    if eqn is None or eqn.primitive.name != "dot_general":
+        return None
+    shape = eqn.outvars[0].aval.shape
+    value: Value = parameter(0, shape)
+    summed: set[int] = set()  # axes of the product over which there is a sum
+    for link in chain:
+        if not value:
+            return None
+        if link.primitive.name == "reduce_sum":
+            over = [atom for d in link.params["axes"] for atom in value[0].dims[d]]
+            if any(map(_partial, over)):
+                return None
+            summed |= {atom.axis for atom in over}
+            value = squeezed(value, link.params["axes"])
+            continue
+        ins = [() if isinstance(v, jex.Literal) else value for v in link.invars]
+        numbers = [read({}, v) for v in link.invars]
+        [value] = follow(link, ins) or with_numbers(link, ins, numbers, ()) or [()]
+    # Each axis of the matrix has to be one of the product.
+    if len(value) != 1 or any(len(dim) > 1 or any(map(_partial, dim)) for dim in value[0].dims):
+        return None
+    where = {dim[0].axis: d for d, dim in enumerate(value[0].dims) if dim}
+    behind = _depends(jaxpr, set(jaxpr.invars[args:]))
+    if any(n > 1 and d not in where and d not in summed for d, n in enumerate(shape)):
+        return None
+    contract, batch = eqn.params["dimension_numbers"]
+    if any(d >= len(batch[0]) for d in summed):
+        return None
+    late = [v in behind for v in eqn.invars]
+    if late[0] == late[1]:
+        return None
+    # What is summed over is a place.
+    together = [d for d in range(len(batch[0])) if d not in summed]
+    sides = []
+    start = len(batch[0])
+    for k, var in enumerate(eqn.invars):
+        free = [d for d in range(var.aval.ndim) if d not in (*contract[k], *batch[k])]
+        axes = range(start, start + len(free))
+        start += len(free)
+        own = [batch[k][d] for d in together], [batch[k][d] for d in summed]
+        sides.append((var, (*own[0], *own[1], *contract[k], *free), axes))
+    a, g = sorted(sides, key=lambda side: late[sides.index(side)])
+    kept = lambda axes: tuple(map(where.get, axes))
+    free_axes = kept(a[2]), kept(g[2])
+    return Factors((a[0], g[0]), (a[1], g[1]), kept(together), free_axes, value[0].scale)
+
+
+def _partial(atom: Atom) -> bool:
+    return atom.flipped or atom.size != atom.full or atom.stride != 1
+
+
+def _depends(jaxpr: Any, on: set[Any]) -> set[Any]:
+    """The variables that depend on some of them."""
+    for eqn in jaxpr.eqns:
+        if any(v in on for v in eqn.invars if not isinstance(v, jex.Literal)):
+            on |= set(eqn.outvars)
+    return on
+
+
+def evaluate(closed: Any, wanted: Sequence[Any], args: Sequence[Array]) -> list[Array]:
+    """Some variables of a jaxpr, and nothing that they do not need."""
+    jaxpr = closed.jaxpr
+    needed = {v for v in wanted if not isinstance(v, jex.Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            eqns.append(eqn)
+            needed |= {v for v in eqn.invars if not isinstance(v, jex.Literal)}
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args)))
+    read = lambda v: v.val if isinstance(v, jex.Literal) else env[v]
+    for eqn in reversed(eqns):
+        env.update(zip(eqn.outvars, _compat.bind(eqn, [read(v) for v in eqn.invars])))
+    return [jnp.asarray(read(v)) for v in wanted]
