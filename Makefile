@@ -64,6 +64,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@if $(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
 	  echo "$(PY) $(PIP) -c constraints.txt torch"; $(PY) $(PIP) -c constraints.txt torch; fi
 	$(PY) $(PIP) -c constraints.txt -e '.[test,demo]'
+	$(PY) $(PIP) -c constraints.txt --no-deps google-tunix  # for a model of it alone
 	@touch $@
 
 ifeq ($(PYTHON_NEW),)
@@ -77,5 +78,6 @@ test-new: $(NEW_INSTALLED) check  ## the tests on the newest JAX, if a Python 3.
 $(NEW_INSTALLED): pyproject.toml constraints-new.txt
 	$(PYTHON_NEW) -m venv --clear $(NEW)
 	$(NEW)/bin/python $(PIP) -c constraints-new.txt -e '.[test,demo]'
+	$(NEW)/bin/python $(PIP) -c constraints-new.txt --no-deps google-tunix
 	@touch $@
 endif

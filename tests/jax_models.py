@@ -175,6 +175,18 @@ def equinox_layers_in_a_scan() -> Any:
     return of_equinox(lambda: make(jax.random.split(KEY, 3)), numbers(B, 6), call)
 
 
+@model
+def equinox_bounded_loop() -> Any:
+    """As long as something holds, but not for ever."""
+
+    def call(layer: Any, x: Any) -> Any:
+        more = lambda state: (state[0] < 6) & (jnp.abs(state[1]).max() > 0.4)
+        step = lambda state: (state[0] + 1, jnp.tanh(layer(state[1])))
+        return eqx.internal.while_loop(more, step, (0, x), max_steps=8, kind="bounded")[1]
+
+    return of_equinox(lambda: eqx.nn.Linear(6, 6, key=KEY), numbers(B, 6), call)
+
+
 # --- Flax NNX ------------------------------------------------------------------------------------
 
 
@@ -219,6 +231,43 @@ class Language(nnx.Module):
 def nnx_language_model() -> Any:
     loss = lambda model, x: next_token(model(x), x)
     return of_nnx(lambda rngs: Language(8, rngs), tokens(), loss)
+
+
+@model
+def tunix_gemma() -> Any:
+    """Gemma 2, of Google's library for post-training.
+
+    Of the package only the file of the model is loaded, and what it needs: all of it would pull in
+    two dozen others, for training with a cluster.
+    """
+    spec = importlib.util.find_spec("tunix")
+    assert spec is not None
+    sys.modules["tunix"] = importlib.util.module_from_spec(spec)  # not run
+    from tunix.models.gemma import model as theirs
+
+    kinds = theirs.AttentionType.LOCAL_SLIDING, theirs.AttentionType.GLOBAL
+    config = theirs.ModelConfig(
+        num_layers=2,
+        num_embed=V,
+        embed_dim=8,
+        hidden_dim=12,
+        num_heads=4,
+        head_dim=4,
+        num_kv_heads=2,
+        final_logit_softcap=30.0,
+        attn_logits_soft_cap=50.0,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        attention_types=kinds,
+        sliding_window_size=3,
+        remat_config=theirs.RematConfig.BLOCK,
+    )
+
+    def loss(model: Any, x: Any) -> Any:
+        mask = jnp.tril(jnp.ones((1, T, T), bool))
+        return next_token(model(x[None], jnp.arange(T)[None], None, mask)[0][0], x)
+
+    return of_nnx(lambda rngs: theirs.Gemma(config, rngs=rngs), tokens(), loss)
 
 
 @model

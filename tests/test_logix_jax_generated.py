@@ -44,7 +44,8 @@ def beside(r, params, like):
 
 def view(r, params, w):
     """One more view of w."""
-    kind = r.choice(["reshape", "transpose", "slice", "slice", "index", "join", "stack", "squeeze"])
+    kinds = ["reshape", "transpose", "slice", "slice", "index", "join", "stack", "squeeze"]
+    kind = r.choice([*kinds, "flip", "flip", "scale", "take"])
     axis = r.randrange(w.ndim) if w.ndim else 0
     if kind == "reshape":
         return w.reshape(factors(r, w.size))
@@ -60,13 +61,24 @@ def view(r, params, w):
     if kind == "stack" and w.ndim < 4:
         both = [w, beside(r, params, w)][:: r.choice([1, -1])]
         return jnp.stack(both, r.randrange(w.ndim + 1))
+    if kind == "flip" and w.ndim:
+        return jnp.flip(w, r.sample(range(w.ndim), r.randrange(1, w.ndim + 1)))
+    if kind == "scale":
+        return r.choice([-w, w * 0.5, w / jnp.sqrt(3.0)])
+    if kind == "take" and w.ndim > 1:
+        return jnp.take(w, r.randrange(w.shape[axis]), axis)
     return w.squeeze()
 
 
 def use(r, w, e):
     """A number, of w and the example: by a product over some axes, or by a loop of them."""
-    if w.ndim > 1 and r.random() < 0.25:
+    if w.ndim > 1 and r.random() < 0.35:
         seed, reverse = r.random(), r.random() < 0.5
+        if r.random() < 0.4:  # by the number of each
+            axis, n = (k := r.randrange(w.ndim)), w.shape[k]
+            at = lambda k: jnp.take(w, n - 1 - k if reverse else k, axis)
+            again = lambda k, c: c + use(random.Random(seed), at(k), e * jnp.cos(c))
+            return lax.fori_loop(0, n, again, jnp.float32(0.3))
         step = lambda c, w: (c + use(random.Random(seed), w, e * jnp.cos(c)), None)
         return lax.scan(step, jnp.float32(0.3), w, reverse=reverse)[0]
     roles = [r.choice("ccffb") for _ in range(w.ndim)]

@@ -369,6 +369,7 @@ def test_experts_are_those_of_pytorch(loss, tmp_path):
 # --- models of others ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what their packages call
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_parameter_of_a_model(name):
     loss, params, batch, how = models.MODELS[name]()
