@@ -29,6 +29,7 @@ from _memory import touch_memory
 import logix
 from logix._compress import Compression, Projector
 from logix.jax._batches import Spread
+from logix.jax._ready import Spare
 from logix.jax._step import Step, zeros_like
 
 Row = tuple[str, str, str, bool | None]
@@ -52,18 +53,25 @@ class Batch:
         self.given = {spot: jnp.asarray(x) for spot, x in made.items()}
         self.named: dict[str, Any] = dict(settings=how.settings, want=want, spread=self.spread)
         self.named["what"] = frozenset([what]) if what else frozenset()
-        shapes = jax.eval_shape(lambda: self.step.run(*self.args({}), **self.named))
+        shapes = jax.eval_shape(lambda: self.step.run(*self.args(None), **self.named))
         self.sums = zeros_like(shapes.get("sums", {}), self.spread)
+        self.parts, self.spare = shapes.get("rows", []) if want == "rows" else [], Spare()
+        self.made: list[Any] = []
 
     def args(self, sums: Any) -> tuple[Any, ...]:
-        return self.arrays, self.batch, self.given, sums, {}, None, None
+        old = self.spare.take(self.parts) if sums is not None else []
+        return self.arrays, self.batch, self.given, sums or {}, {}, None, None, old
 
     def lower(self, step: Step | None = None) -> Any:
         return (step or self.step).run.lower(*self.args(self.sums), **self.named)
 
     def __call__(self) -> Any:
+        """As in a run, rows are put where those of the batch before last were."""
         out = self.step.run(*self.args(self.sums), **self.named)
         self.sums = out.get("sums", self.sums)
+        self.made.append(out.get("rows", ()))
+        if len(self.made) > 2:
+            self.spare.give(self.made.pop(0))
         return out
 
 

@@ -74,7 +74,16 @@ LOGIX = {
         *("_backward", "_products", "_convolution", "_lookup", "_custom", "_sites", "_logged"),
         *("_shards", "_reached", "_plan", "_planner", "_turned", "_found", "_follow", "_names"),
         "_coverage",
-        *("_explicit", "_capture", "_additive", "_batches", "_stacks", "_step", "_program"),
+        *(
+            "_explicit",
+            "_capture",
+            "_additive",
+            "_batches",
+            "_ready",
+            "_stacks",
+            "_step",
+            "_program",
+        ),
         *("_ranks", "__init__"),
     ],
     "logix.integrations": [

@@ -101,6 +101,7 @@ class Extracting(Taking):
         if what:
             self._begin_statistics()
         waiting: deque[Any] = deque()
+        begin, spare = self._program.begin, self._program.spare()
         errors: list[BaseException] = []
 
         def finish(least: int) -> None:
@@ -113,7 +114,7 @@ class Extracting(Taking):
         try:
             for names, batch, mask in passes:
                 self._saved.check()
-                waiting.append(self._program.begin(self, names, batch, mask, what, kinds))
+                waiting.append(begin(self, names, batch, mask, what, kinds, spare))
                 count += len(names)
                 finish(AHEAD)
                 if errors:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import math
 import os
 import queue
@@ -81,12 +82,25 @@ class _Given(_Job):
         return self._rows
 
 
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Batches of one size that fit into a store, by what a row of them is made of."""
+
+    box: Outbox
+    layout: Sequence[Entry]
+    layers: set[str]
+
+    def reserve(self, ids: Sequence[Any]) -> Reserved:
+        return Reserved(self, ids)
+
+
 class Reserved:
     """A batch that may be written, as far as its ids go: those of `keep` are new."""
 
-    def __init__(self, box: Outbox, ids: Sequence[Any], layout: Sequence[Entry], layers: set[str]):
-        self.box, self.layout, self._layers, self._all = box, layout, layers, len(ids)
-        self.names, self.keep, self._passed = box.writer.plan(ids)
+    def __init__(self, fit: Fit, ids: Sequence[Any]):
+        self.box, self.layout, self._layers = fit.box, fit.layout, fit.layers
+        self._all = len(ids)
+        self.names, self.keep, self._passed = self.box.writer.plan(ids)
         if len(self.keep) < len(ids):
             self.names = [self.names[i] for i in self.keep]
 

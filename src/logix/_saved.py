@@ -35,7 +35,7 @@ from ._beside import (
 from ._compress import Compression, Projector
 from ._config import LoggingConfig
 from ._group import group_of_processes, together
-from ._outbox import Outbox, Reserved
+from ._outbox import Fit, Outbox
 from ._record import Lookup
 from ._rows import Entry, Logged, arrays, difference, entries
 from .store._claim import clear
@@ -77,10 +77,14 @@ class Saved:
 
     # --- rows --------------------------------------------------------------------------------
 
-    def reserve(
-        self, ids: Sequence[Any], logged: Sequence[Logged], kinds: frozenset[str], how: Projector
-    ) -> Reserved:
-        """Check that a batch may be written. Of its arrays only the shapes are looked at."""
+    def is_open(self, fit: Fit) -> bool:
+        """Whether rows still go to where they did when this was found to fit."""
+        return fit.box is self._outbox and self._outbox is not None
+
+    def fit(
+        self, size: int, logged: Sequence[Logged], kinds: frozenset[str], how: Projector
+    ) -> Fit:
+        """Check that batches of a size may be written. Of arrays only the shapes are looked at."""
         layout = entries(logged, kinds)
         if not layout:
             raise ValueError(f"there is nothing to save: no layer has {' or '.join(sorted(kinds))}")
@@ -88,10 +92,8 @@ class Saved:
         logged = [record for record in logged if record.layer in saved]
         for record in logged:
             for x in arrays(record).values():
-                if x.shape[0] != len(ids):
-                    raise ValueError(
-                        f"{len(ids)} ids for a batch of {x.shape[0]} in {record.layer!r}"
-                    )
+                if x.shape[0] != size:
+                    raise ValueError(f"{size} ids for a batch of {x.shape[0]} in {record.layer!r}")
         tables = [r.layer for r in logged if isinstance(r, Lookup)] if "forward" in kinds else []
         if tables and self.logging.dtype != "float32":
             raise ValueError(
@@ -111,7 +113,7 @@ class Saved:
                     f"{self._compression.settings}, or has other projections. Begin another run."
                 )
             self._compression = how
-        return Reserved(self._outbox, ids, layout, saved)
+        return Fit(self._outbox, layout, saved)
 
     def _open(self, layout: Sequence[Entry], how: Projector) -> Outbox:
         group = group_of_processes()

@@ -78,7 +78,9 @@ class Taking(Watching):
             self.records = records
         self.ids, self._tensors = ids, tensors
         logged = [*records, *tensors]
-        rows = self._saved.reserve(ids, logged, kinds, self.compression) if kinds and ids else None
+        rows = None
+        if kinds and ids:
+            rows = self._saved.fit(len(ids), logged, kinds, self.compression).reserve(ids)
         if what and ids:
             self._begin_statistics()
             own = mask if mask is None or good is None else mask[good]

@@ -149,15 +149,20 @@ class Spread:
 
     @classmethod
     def of(cls, batch: Any, params: Any) -> Spread:
-        named = lambda x: isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding)
-        of_batch = [x.sharding for x in jax.tree.leaves(batch) if named(x)]
+        of_batch = [x.sharding for x in cls.named(batch)]
         spread = [s for s in of_batch if s.spec and s.spec[0]]
-        found = [*spread, *of_batch, *(x.sharding for x in jax.tree.leaves(params) if named(x))]
+        found = [*spread, *of_batch, *(x.sharding for x in cls.named(params))]
         if not found or found[0].mesh.size == 1:
             return cls(None)
         axes = found[0].spec[:1] if spread else ()
         spec = jax.sharding.PartitionSpec(*axes)
         return cls(jax.sharding.NamedSharding(found[0].mesh, spec))
+
+    @staticmethod
+    def named(tree: Any) -> list[Any]:
+        """The arrays that are placed by names of axes."""
+        kind = jax.sharding.NamedSharding
+        return [x for x in jax.tree.leaves(tree) if isinstance(getattr(x, "sharding", None), kind)]
 
     def __call__(self, x: Array) -> Array:
         """An array (examples, …) where the examples of the batch are."""

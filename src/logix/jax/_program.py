@@ -1,6 +1,6 @@
 """What a run does with batches of a JAX loss: it starts them, and ends them when they are computed.
 
-    finish = program.begin(run, ids, batch, mask, what, kinds)
+    finish = program.begin(run, ids, batch, mask, what, kinds, spare)
     finish()        rows to the store; an example that is not finite is found here
 
 Between the two, others may be started: a device is never waited for but for its oldest batch.
@@ -8,8 +8,6 @@ Between the two, others may be started: a device is never waited for but for its
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,51 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _statistics
-from .._compress import Projector
 from .._group import group_of_processes
-from .._outbox import Reserved
-from .._record import Record, Whole
+from .._outbox import Fit, Reserved
+from .._record import Record
 from .._rows import Activation
 from .._taking import bases
 from ._additive import check_additive
 from ._batches import Batch, Spread, freely, is_here
 from ._capture import Capture
 from ._coverage import Coverage
+from ._ready import Ready, Spare
 from ._step import Step, zeros_like
 
 Array = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Ready:
-    """What is known of batches of one shape, compressed in one way."""
-
-    how: Projector
-    given: dict[str, Array]  # projections
-    first: list[str]  # of each stack of records, the first layer
-    records: list[Record]  # as shapes, as are the others
-    logged: list[Activation]
-    gradients: list[Whole]  # compressed, in the order of a row
-
-    def rows(self, n: int, want: str) -> list[Any]:
-        """What is saved of n examples, as shapes."""
-        some = lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype)
-        if want == "records":
-            return jax.tree.map(some, [*self.records, *self.logged])
-        return jax.tree.map(some, self.gradients)
-
-    def split(self, parts: Sequence[np.ndarray]) -> list[Record]:
-        """Parts of rows, as the records of the layers they are of."""
-        out: list[Record] = []
-        left = iter(self.gradients)
-        for part in parts:
-            start = 0
-            while start < part.shape[1]:
-                layer, shape = (found := next(left)).layer, found.shape
-                end = start + math.prod(shape)
-                out.append(Whole(layer, part[:, start:end].reshape(-1, *shape)))
-                start = end
-        return out
 
 
 class Program:
@@ -75,6 +41,7 @@ class Program:
         self.coverage: Coverage | None = None
         self._ready: dict[Any, Ready] = {}
         self.arrays = capture.watched.arrays(self.params)
+        self._named = Spread.named(self.arrays)
         self._step = Step(capture)
         here = [d.platform for x in self.arrays if isinstance(x, jax.Array) for d in x.devices()]
         self._rows = "rows" if {*here, jax.default_backend()} == {"cpu"} else "joined"
@@ -85,15 +52,19 @@ class Program:
         if key not in self._ready:
             self._check(batch)
             found, made = self._step.shapes(self.arrays, batch.arrays, run.compression)
-            whole, stacks, records, logged, grads = found
+            whole, stacks, records, logged, grads, parts = found
             given = {spot: jnp.asarray(x) for spot, x in made.items()}
             first = [stack.names[0] for stack in stacks]
-            self._ready[key] = Ready(run.compression, given, first, records, logged, grads)
+            self._ready[key] = Ready(run.compression, given, first, records, logged, grads, parts)
             if not self.shapes:
                 self.shapes = {x.layer: x.shape for x in whole}
                 self.coverage = self.capture.coverage(self.params, batch.arrays)
                 run._tell(f"watching {self.coverage.summary()}; {run._row()}")
         return self._ready[key]
+
+    def spare(self) -> Spare:
+        """Memory for rows, for one pass over the data."""
+        return Spare()
 
     def _check(self, batch: Batch) -> None:
         if batch.mine is None and not all(map(is_here, self.arrays)):
@@ -118,22 +89,24 @@ class Program:
         mask: Any,
         what: frozenset[str],
         kinds: frozenset[str],
+        spare: Spare,
     ) -> Callable[[], None]:
         """Start a batch. What is returned waits for it, and writes its rows."""
         ready = self.ready(run, batch)
         want = "records" if kinds - {"grad"} else self._rows if kinds else "sums"
         reserved, undo = None, lambda: None
         if kinds:
-            shapes = ready.rows(len(ids), want)
-            reserved = run._saved.reserve(ids, shapes, kinds, run.compression)
+            reserved = self._fit(run, ready, len(ids), want, kinds).reserve(ids)
             reserved.hold()
             undo = reserved.release
             if self._is_there(run, reserved, batch):
                 reserved, want = None, "sums"
         if want == "sums" and not what:
             return lambda: None
+        alone = Spread.of(batch.arrays, self._named).sharding is None
+        old = spare.take(ready.parts) if want == "rows" and alone else []
         try:
-            out = self._started(run, ready, batch, mask, None, what, want)
+            out = self._started(run, ready, batch, mask, None, what, want, old)
         except BaseException:
             undo()
             raise
@@ -161,8 +134,18 @@ class Program:
                 reserved.write_rows(rows)
             else:
                 reserved.write(logged)
+            if old:
+                spare.give(out["rows"])
 
         return finish
+
+    def _fit(self, run: Any, ready: Ready, size: int, want: str, kinds: frozenset[str]) -> Fit:
+        """How batches of a size are written: it is found once, since there may be many layers."""
+        key = size, want, kinds
+        if key not in ready.fits or not run._saved.is_open(ready.fits[key]):
+            shapes = ready.rows(size, want)
+            ready.fits[key] = run._saved.fit(size, shapes, kinds, ready.how)
+        return ready.fits[key]
 
     def _is_there(self, run: Any, reserved: Reserved, batch: Batch) -> bool:
         """Whether the store has all of a batch. Processes that share it must all say the same."""
@@ -199,10 +182,11 @@ class Program:
         good: Any,
         what: frozenset[str],
         want: str,
+        old: Sequence[Array] = (),
     ) -> dict[str, Any]:
         """Compute a batch, and put what it adds into the run's sums."""
         fixed = bases(run._earlier) if what else {}
-        spread = Spread.of(batch.arrays, self.arrays)
+        spread = Spread.of(batch.arrays, self._named)
         step = lambda sums: self._step.run(
             self.arrays,
             batch.arrays,
@@ -211,6 +195,7 @@ class Program:
             fixed,
             mask,
             good,
+            list(old),
             settings=ready.how.settings,
             want=want,
             what=what,

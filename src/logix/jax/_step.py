@@ -1,8 +1,9 @@
 """One batch as one compiled function: records, compressed; rows of them; what they add to sums.
 
-    Step(capture).run(arrays, batch, given, sums, fixed, mask, good, settings=…, want=…, what=…)
+    Step(capture).run(arrays, batch, given, sums, fixed, mask, good, old, settings=…, want=…, …)
 
-`arrays` are those of the parameters. `sums` are given back in the same memory. Counts are those of
+`arrays` are those of the parameters. `sums` are given back in the same memory, and rows in that of
+`old` ones. Counts are those of
 this batch, and are added on the host, where they can't overflow. If an example is not finite,
 nothing of its batch goes into the sums: they are asked for again, with `good` telling which
 examples are.
@@ -50,12 +51,13 @@ class Step:
     def __init__(self, capture: Capture):
         self.capture = capture
         static = ("settings", "want", "what", "spread")
-        self.run = jax.jit(self._batch, static_argnames=static, donate_argnames="sums")
+        given: Any = dict(donate_argnames=("sums", "old"), keep_unused=True)
+        self.run = jax.jit(self._batch, static_argnames=static, **given)
         self.records = jax.jit(self._records, static_argnames="settings")
 
     def shapes(self, arrays: Any, batch: Any, how: Projector) -> tuple[Any, dict[str, Any]]:
         """Whole gradients, compressed records (stacked, and not), what is logged, compressed
-        gradients: as shapes.
+        gradients, and parts of rows: as shapes.
 
         And the projections that are needed for it.
         """
@@ -64,7 +66,8 @@ class Step:
         def all_of_it(arrays: Any, batch: Any) -> Any:
             _, stacks, logged = self.capture.everything(self.capture.watched.filled(arrays), batch)
             small = compressed(stacks, maker)
-            return layer_gradients(stacks), small, unstacked(small), logged, layer_gradients(small)
+            small_ones = unstacked(small), logged, layer_gradients(small), rows(small, False)
+            return layer_gradients(stacks), small, *small_ones
 
         return jax.eval_shape(all_of_it, arrays, batch), maker.made
 
@@ -101,6 +104,7 @@ class Step:
         fixed: Any,
         mask: Array | None,
         good: Array | None,
+        old: Sequence[Array],
         *,
         settings: Compression,
         want: str,
@@ -127,8 +131,9 @@ class Step:
                 begun, kinds = jax.eval_shape(add, sums, fixed)
                 # `setup` may ask for more than what is summed up so far.
                 sums = {k: {**zeros_like(own), **sums.get(k, {})} for k, own in begun.items()}
-                skip = lambda sums, fixed: (sums, zeros_like(kinds))
-                added = jax.lax.cond(fine, add, skip, sums, fixed)
+                # All or nothing. A branch would hold what all layers add at the same time.
+                chosen = lambda new, old: jnp.where(fine, new, old)
+                added = jax.tree.map(chosen, add(sums, fixed), (sums, zeros_like(kinds)))
                 out["sums"], out["counts"] = jax.tree.map(spread.everywhere, added)
         return out
 
