@@ -59,7 +59,7 @@ class Batch:
         self.made: list[Any] = []
 
     def args(self, sums: Any) -> tuple[Any, ...]:
-        old = self.spare.take(self.parts) if sums is not None else []
+        old = self.spare.take(self.parts, None) if sums is not None else []
         return self.arrays, self.batch, self.given, sums or {}, {}, None, None, old
 
     def lower(self, step: Step | None = None) -> Any:
@@ -71,7 +71,7 @@ class Batch:
         self.sums = out.get("sums", self.sums)
         self.made.append(out.get("rows", ()))
         if len(self.made) > 2:
-            self.spare.give(self.made.pop(0))
+            self.spare.give(self.made.pop(0), None)
         return out
 
 

@@ -241,7 +241,7 @@ def tunix_gemma() -> Any:
     two dozen others, for training with a cluster.
     """
     spec = importlib.util.find_spec("tunix")
-    assert spec is not None
+    assert spec is not None, "pip install --no-deps google-tunix, as the Makefile does"
     sys.modules["tunix"] = importlib.util.module_from_spec(spec)  # not run
     from tunix.models.gemma import model as theirs
 

@@ -421,6 +421,23 @@ def for_loop_with_layers_shared_by_two(p, x):
     return square(lax.fori_loop(0, 6, lambda k, x: jnp.tanh(x @ p["w"][k // 2]), x))
 
 
+@program("whole", dict(w=(12, 4, 4)), (2, 4))
+def loop_with_a_counter_that_is_rounded(p, x):
+    step = lambda c, _: ((jnp.tanh(c[0] @ p["w"][(c[1] * 3).astype(int)]), c[1] + 1 / 3), None)
+    return square(lax.scan(step, (x, jnp.float32(0)), None, length=10)[0][0])
+
+
+@program("whole", dict(w=(4, 4, 4)), (2, 4))
+def loop_with_a_counter_that_is_divided_by_zero(p, x):
+    step = lambda k, x: jnp.tanh(x @ p["w"][lax.rem(k + 1, 0 * k)])
+    return square(lax.fori_loop(0, 3, step, x))
+
+
+@program({"w": "whole", "v": "product"}, dict(w=(3, 4, 4), v=(4, 3)), (2, 4))
+def loop_that_does_not_run(p, x):
+    return square(lax.fori_loop(0, 0, lambda k, x: jnp.tanh(x @ p["w"][k]), x) @ p["v"])
+
+
 @program("whole", dict(w=(3, 4, 4)), dict(x=(2, 4), k=Ids(0, 3, ())))
 def for_loop_from_a_layer_that_the_data_says(p, e):
     return square(lax.fori_loop(0, 2, lambda k, x: jnp.tanh(x @ p["w"][k + e["k"]]), e["x"]))
@@ -649,6 +666,98 @@ _gradient_is_no_product.defvjp(
 @program("whole", dict(w=(4, 3)), (5, 4))
 def own_product_with_the_sign_of_a_gradient(p, x):
     return square(_gradient_is_no_product(x, p["w"]))
+
+
+def _own(forward, backward, **how):
+    """A function by its value, and its gradients."""
+    fun = jax.custom_vjp(forward)
+    kept = (lambda *args: args) if not how else (lambda *args: tuple(a.value for a in args))
+    fun.defvjp(lambda *args: (forward(*kept(*args)), kept(*args)), backward, **how)
+    return fun
+
+
+_mlp = lambda x, w, v: jnp.tanh(x @ w) @ v
+_own_mlp = _own(_mlp, lambda k, g: jax.vjp(_mlp, *k)[1](g))
+
+
+@program("product", dict(w=(4, 2), u=(4, 1), v=(3, 4)), (5, 4))
+def own_layers_of_scaled_matrices(p, x):
+    return square(_own_mlp(x, jnp.concatenate([-p["w"], 3 * p["u"]], 1), p["v"] * 0.5))
+
+
+FIXED = jnp.arange(20.0).reshape(5, 4)
+_fixed_product = _own(
+    lambda x, w: (x * FIXED) @ w,
+    lambda k, g: (g @ k[1].T * FIXED, (k[0] * FIXED).T @ g),
+)
+
+
+@program("product", dict(w=(4, 3)), (5, 4))
+def own_product_with_a_constant(p, x):
+    return square(jnp.tanh(_fixed_product(x, p["w"])))
+
+
+_rounded_product = _own(
+    lambda x, w: x @ w,
+    lambda k, g: (g @ k[1].T, (k[0].T @ g).astype(jnp.float8_e4m3fn).astype(jnp.float32)),
+)
+
+
+@program("whole", dict(w=(4, 3)), (5, 4))
+def own_product_that_is_rounded(p, x):
+    return square(_rounded_product(x, p["w"]))
+
+
+_split_product = _own(
+    lambda x, w, v: x @ jnp.concatenate([w, v], 1),
+    lambda k, g: (g @ jnp.concatenate(k[1:], 1).T, *jnp.split(k[0].T @ g, [3], 1)),
+)
+
+
+@program("whole", dict(w=(4, 3), v=(4, 2)), (5, 4))
+def own_product_whose_gradient_is_split(p, x):
+    return square(_split_product(x, p["w"], p["v"]))
+
+
+_own_with_temperature = _own(
+    lambda x, w, t: x @ w * t,
+    lambda k, g: (g @ k[1].T * k[2], k[0].T @ (g * k[2]), jnp.zeros(())),
+)
+
+
+@program({"w": "product", "t": "elementwise"}, dict(w=(4, 3), t=()), (5, 4))
+def own_product_with_a_parameter_of_no_gradient(p, x):
+    return square(_own_with_temperature(x, p["w"], p["t"])) + p["t"] ** 2
+
+
+_of_perturbed = jax.custom_vjp(lambda w, x: x @ w)
+_of_perturbed.defvjp(
+    lambda w, x: (x.value @ w.value, (w.value, x.value, 1.0 if x.perturbed else None)),
+    lambda k, g: (k[1].T @ g * (1.0 if k[2] is None else 2.0), g @ k[0].T),
+    symbolic_zeros=True,
+)
+
+
+@program("whole", dict(w=(4, 3)), (5, 4))
+def own_product_that_asks_what_has_a_gradient(p, x):
+    return square(_of_perturbed(p["w"], x))
+
+
+@jax.custom_jvp
+def _own_loop(w, x):
+    return x @ w
+
+
+@_own_loop.defjvp
+def _own_loop_jvp(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    half = lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] * 0.5), (0, dx))[1]
+    return x @ w, x @ dw + half @ w
+
+
+@program("whole", dict(w=(4, 3)), (5, 4))
+def own_product_with_an_open_loop_for_the_data(p, x):
+    return square(_own_loop(p["w"], x))
 
 
 # --- norms and biases -----------------------------------------------------------------------------
@@ -907,6 +1016,19 @@ def conv_depthwise_with_a_flipped_kernel(p, x):
     how = dict(feature_group_count=4, dimension_numbers=WIDE)
     y = lax.conv_general_dilated(x[None], jnp.flip(p["k"], 0), (1,), [(2, -1)], **how)
     return square(jnp.tanh(y))
+
+
+@program("whole", dict(k=(2, 1, 3, 2)), (7, 4))
+def conv_in_groups_whose_outputs_are_in_another_order(p, x):
+    kernel = p["k"].transpose(2, 1, 3, 0).reshape(3, 1, 4)
+    how = dict(feature_group_count=4, dimension_numbers=WIDE)
+    return square(jnp.tanh(lax.conv_general_dilated(x[None], kernel, (1,), "SAME", **how)))
+
+
+@program("convolution", dict(k=(3, 1, 4)), (2, 4))
+def conv_in_groups_with_no_places(p, x):
+    how = dict(feature_group_count=4, dimension_numbers=WIDE)
+    return square(lax.conv_general_dilated(x[None], p["k"], (1,), "VALID", **how)) + square(x[0])
 
 
 @program("convolution", dict(k=(5, 2, 3)), (7, 2))

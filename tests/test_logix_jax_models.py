@@ -356,8 +356,8 @@ def test_experts_are_those_of_pytorch(loss, tmp_path):
     torch = pytest.importorskip("torch")
     model, params = mixture(torch)
     x = np.random.default_rng(0).standard_normal((B, T, D)).astype("f")
-    theirs = torch_run(tmp_path, model, torch.tensor(x), torch_score, "kfac", torch.ones(B, T))
-    ours = jax_run(tmp_path, loss, params, x, "kfac")
+    theirs = torch_run(tmp_path, model, torch.tensor(x), torch_score, "ekfac", torch.ones(B, T))
+    ours = jax_run(tmp_path, loss, params, x, "ekfac")
     name = lambda layer: layer.removesuffix(".weight").replace("[", ".").rstrip("]")
     found = ours.log(x, ids=range(B))[1]
     assert_same({name(layer): own["grad"] for layer, own in found.items()}, shown(theirs))

@@ -76,8 +76,8 @@ LOGIX = {
         "_coverage",
         *(
             "_explicit",
-            "_capture",
             "_additive",
+            "_capture",
             "_batches",
             "_ready",
             "_stacks",

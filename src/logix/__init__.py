@@ -11,6 +11,7 @@ model is watched.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from typing import Any
@@ -62,6 +63,8 @@ class _Module(types.ModuleType):
     """The module as a run: `logix.setup(…)`, `logix.influence`, `with logix(data_id=…):`."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "jax":  # imported when it is asked for
+            return importlib.import_module("logix.jax")
         if name.startswith("_") or not (hasattr(LogIX, name) or name == "influence"):
             raise AttributeError(f"module 'logix' has no attribute {name!r}")
         if _current is None:

@@ -101,7 +101,6 @@ class Extracting(Taking):
         if what:
             self._begin_statistics()
         waiting: deque[Any] = deque()
-        begin, spare = self._program.begin, self._program.spare()
         errors: list[BaseException] = []
 
         def finish(least: int) -> None:
@@ -114,7 +113,7 @@ class Extracting(Taking):
         try:
             for names, batch, mask in passes:
                 self._saved.check()
-                waiting.append(begin(self, names, batch, mask, what, kinds, spare))
+                waiting.append(self._program.begin(self, names, batch, mask, what, kinds))
                 count += len(names)
                 finish(AHEAD)
                 if errors:
@@ -126,6 +125,7 @@ class Extracting(Taking):
             raise
         finally:
             finish(0)
+            self._program.spare.keep(1)
             if not any(n.endswith("_n") for own in self._fresh.values() for n in own):
                 self._fresh = {}  # sums of nothing
         if errors:

@@ -54,6 +54,9 @@ class Saved:
         self.path, self.logging, self._how = path, logging, how
         self._opened = Opened(os.path.join(path, ROWS))
         self._outbox: Outbox | None = None
+        self.fits: dict[
+            Any, Fit
+        ] = {}  # found before, for batches that come again; while it is open
         self._layout: list[Entry] = []
         self._compression: Projector | None = None
         self._replaces = bool(how["overwrite"])  # the files beside the rows, until it is done
@@ -76,10 +79,6 @@ class Saved:
         return RowType(self.logging.dtype, 1).stored.itemsize
 
     # --- rows --------------------------------------------------------------------------------
-
-    def is_open(self, fit: Fit) -> bool:
-        """Whether rows still go to where they did when this was found to fit."""
-        return fit.box is self._outbox and self._outbox is not None
 
     def fit(
         self, size: int, logged: Sequence[Logged], kinds: frozenset[str], how: Projector
@@ -179,7 +178,7 @@ class Saved:
     def close(self) -> None:
         """Bring the rows to the disk."""
         if self._outbox is not None:
-            outbox, self._outbox = self._outbox, None
+            outbox, self._outbox, self.fits = self._outbox, None, {}
             self._how |= dict(resume=True, overwrite=False, again=False)
             outbox.close()
 

@@ -126,6 +126,8 @@ class Taking(Watching):
 
     def finalize(self) -> None:
         """End a pass over the data: rows and statistics are on the disk, of all processes."""
+        if self._program is not None:
+            self._program.spare.keep(0)
         own = {} if self._everywhere and self._saved.rank else self._fresh
         fresh, self._fresh, self._everywhere = self._saved.finish(own), {}, False
         names = {name for stats in fresh.values() for name in stats}

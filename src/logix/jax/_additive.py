@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from .._norms import squared_norms
-from ._capture import Capture
 
 
-def check_additive(capture: Capture, params: Any, batch: Any) -> None:
-    """Compare the loss of a batch, and its gradient, with those of its examples by themselves.
-
-    One example alone shows nothing: then it is left to a later batch.
-    """
+def check_additive(capture: Any, params: Any, batch: Any) -> None:
+    """Compare the loss of a batch, and its gradient, with those of its examples by themselves."""
     n = jax.tree.leaves(batch)[0].shape[0]
+    if n == 1:
+        batch, n = jax.tree.map(_with_another, batch), 2
     if not capture.batched or n < 2:
         return
     arrays, chosen = capture.watched.arrays(params), capture.watched.chosen
@@ -53,6 +51,15 @@ def check_additive(capture: Capture, params: Any, batch: Any) -> None:
         "in training mode), dropout, or weights that depend on the batch. Use running averages, "
         "turn dropout off, and sum over the examples."
     )
+
+
+def _with_another(x: Any) -> Any:
+    """One example alone shows nothing: beside it, one that differs from it a little."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.concatenate([x, x])
+    noise = jax.random.uniform(jax.random.key(0), x.shape, jnp.float32, 0.8, 1.2)
+    return jnp.concatenate([x, (x * noise + (noise - 1)).astype(x.dtype)])
 
 
 def _norm(tree: Any) -> Any:

@@ -170,6 +170,13 @@ def swapped(record: Record) -> Record:
     return dataclasses.replace(record, a=record.g, g=record.a)
 
 
+def scaled(record: Record, scale: float) -> Record:
+    """The record whose gradient is multiplied by a number."""
+    if isinstance(record, Whole):
+        return dataclasses.replace(record, value=record.value * scale)
+    return dataclasses.replace(record, g=record.g * scale)
+
+
 def split_whole(path: str, value: Array, axes: Sequence[int], own: Form | None) -> Stack:
     """Gradients of a parameter, (examples, …), as those of the layers stacked along these axes.
 

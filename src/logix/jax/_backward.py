@@ -49,8 +49,10 @@ def factors(jaxpr: Any, number: int, args: int) -> Factors | None:
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     variables = lambda eqn: [v for v in eqn.invars if not isinstance(v, jex.Literal)]
     chain: list[Any] = []
+    if isinstance(jaxpr.outvars[number], jex.Literal):
+        return None
     eqn = made.get(jaxpr.outvars[number])
-    while eqn is not None and eqn.primitive.name != "dot_general" and len(variables(eqn)) == 1:
+    while eqn is not None and eqn.primitive.name != "dot_general" and _is_link(eqn):
         chain, eqn = [eqn, *chain], made.get(variables(eqn)[0])
     if eqn is None or eqn.primitive.name != "dot_general":
         return None
@@ -97,6 +99,19 @@ def factors(jaxpr: Any, number: int, args: int) -> Factors | None:
     kept = lambda axes: tuple(map(where.get, axes))
     free_axes = kept(a[2]), kept(g[2])
     return Factors((a[0], g[0]), (a[1], g[1]), kept(together), free_axes, value[0].scale)
+
+
+def _is_link(eqn: Any) -> bool:
+    """Whether an equation makes one thing of one other, and rounds nothing."""
+    if len(eqn.outvars) != 1 or sum(not isinstance(v, jex.Literal) for v in eqn.invars) != 1:
+        return False
+    if eqn.primitive.name != "convert_element_type":
+        return True
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    if not (jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)):
+        return False
+    a, b = jnp.finfo(old), jnp.finfo(new)
+    return b.nmant >= a.nmant and b.maxexp >= a.maxexp
 
 
 def _partial(atom: Atom) -> bool:

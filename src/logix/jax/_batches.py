@@ -44,6 +44,12 @@ class Batch:
         """(examples of this process, …), on the host, of an array over all of them."""
         return np.asarray(x) if self.mine is None else _picked(x, self.mine)
 
+    @property
+    def devices(self) -> frozenset[Any]:
+        """Where it is, as far as it is on a device already."""
+        arrays = [x for x in jax.tree.leaves(self.arrays) if isinstance(x, jax.Array)]
+        return frozenset(device for x in arrays for device in x.devices())
+
     def column(self, x: Any) -> Any:
         """A part of the batch that is no array of the loss, such as its ids: what is here of it."""
         return x if is_here(x) else self.local(x)

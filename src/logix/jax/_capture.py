@@ -16,6 +16,7 @@ from lox._primitive import collecting
 from .._compress import gradients
 from .._record import Record
 from .._rows import Activation
+from ._additive import check_additive
 from ._arrange import Stack, split_whole
 from ._coverage import Coverage, coverage
 from ._explicit import freely
@@ -82,9 +83,11 @@ class Capture:
         self.watched: Watched = watched(params, filter, names)
         self.logs = Logs((logs,) if isinstance(logs, str) else logs)
         self._found: dict[Any, tuple[Any, Found]] = {}
+        self._additive: set[Any] = set()  # shapes of batches whose examples do not depend on others
 
     def __call__(self, params: Any, batch: Any) -> list[Record]:
         """The records: `logix.jax.Outer`, `Lookup` or `Whole`, of each layer and use of it."""
+        self.check(params, batch)
         return [r for stack in self.everything(params, batch)[1] for r in stack.unstacked()]
 
     def everything(self, params: Any, batch: Any) -> tuple[Array, list[Stack], list[Activation]]:
@@ -117,7 +120,12 @@ class Capture:
         layers = self.watched.names
         stacks = []
         for key, site in found.plan.all_sites():
-            stacks += site.stacks(kept[key], [g[n] for n in site.slots(key)], layers, found.forms)
+            stacks += site.stacks(
+                [kept[name][0] for name in site.keys],
+                [g[name] for name in site.slots(key)],
+                layers,
+                found.forms,
+            )
         for i, value in whole.items():
             stacks.append(
                 split_whole(layers[i], value, found.direct[i].blocks, found.turned.get(i))
@@ -130,6 +138,7 @@ class Capture:
 
         It is what `vmap(grad(loss))` returns. None stands for what is not watched.
         """
+        self.check(params, batch)
         return self.watched.filled(self._freely(self._gradients, params, batch, 0))
 
     def _gradients(self, params: Any, batch: Any) -> list[Any]:
@@ -153,6 +162,20 @@ class Capture:
             made = form.placed(x, shape, index)
             out[i] = made if out[i] is None else out[i] + made
         return out
+
+    def check(self, params: Any, batch: Any) -> None:
+        """Of `batched=True`: raise an error if examples of a batch depend on each other.
+
+        It is called at the first batch of each shape; under `jit` there are no numbers to compare,
+        so call it yourself before.
+        """
+        leaves = [*self.watched.arrays(params), *self._checked(batch)]
+        if not self.batched or any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return
+        key = tuple((jnp.shape(x), str(jnp.result_type(x))) for x in self._checked(batch))
+        if key not in self._additive:
+            check_additive(self, params, batch)
+            self._additive.add(key)
 
     def coverage(self, params: Any, batch: Any) -> Coverage:
         """Which rule took each parameter, and what it costs."""

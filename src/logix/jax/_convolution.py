@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._record import Outer, Whole
-from ._arrange import PLACE, Form, Role, Stack, arrange, form, names
+from ._arrange import PLACE, Form, Role, Stack, arrange, form, names, ordered
 from ._site import Loops, NoRule, Site
 from ._view import Atom, Part, Value
 
@@ -43,6 +43,8 @@ class Convolution(Site):
         for dim in (part.dims[d] for d in (out, *axes)):
             if any(a.size != a.full or a.flipped != dim[0].flipped for a in dim):
                 raise NoRule("a part of a kernel for groups")
+        if list(part.dims[out]) != ordered(part.dims[out]):
+            raise NoRule("a kernel for groups whose outputs are in another order")
         # Another use of it, with other groups, does not go together with this one.
         marks: Any = self.features, self.images
         return Form(found.blocks, found.left, (*right, *marks))
@@ -83,7 +85,8 @@ class Convolution(Site):
         """(layers, examples, places, groups, entries)."""
         entries = Atom(0, 1, x.shape[-1], 0, x.shape[-1])
         x = arrange(x, [*roles, Role("side", (entries,))])
-        return x.reshape(*x.shape[:3], self.features * self.images, -1)
+        groups = self.features * self.images
+        return x.reshape(*x.shape[:3], groups, x.shape[-1] // groups)
 
     def _patches(self, x: Array, kernel: list[int]) -> Array:
         """(batch, N, places …, channels · kernel)."""

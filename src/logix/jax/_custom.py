@@ -34,13 +34,20 @@ class Custom(Site):
 
     def __init__(self, eqn: Any, values: list[Value], loops: Loops):
         matrices = [sum(n > 1 for n in p.sizes) > 1 for value in values for p in value]
-        if not any(matrices) or any(loop.axis for loop in loops):
+        if not any(matrices) or any(loop.axis for loop in loops) or eqn.params["symbolic_zeros"]:
             raise NoRule("a derivative of its own")
         self.eqn, self.args = eqn, [k for k, value in enumerate(values) if value]
         kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-        self.real = [k for k, x in enumerate(kinds) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        back = jax.make_jaxpr(self._backward)(kinds, _real(outs))
+        # What the function closes over has no gradient.
+        first = eqn.params["num_consts"]
+        self.real = [k for k, x in enumerate(kinds) if k >= first and _real([x])]
+        if not set(self.args) <= set(self.real):
+            raise NoRule("a derivative of its own, of what it closes over")
+        try:
+            back = jax.make_jaxpr(self._backward)(kinds, _real(outs))
+        except Exception as error:  # as it may be where only some arguments have a gradient
+            raise NoRule("a derivative of its own") from error
         found = {k: factors(back.jaxpr, self.real.index(k), len(kinds)) for k in self.args}
         if odd := [k for k, x in found.items() if x is None]:
             raise NoRule("a derivative of its own, which is no product", odd)

@@ -20,7 +20,7 @@ ENTRYWISE = {
     *("add", "add_any", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "neg", "sqrt"),
     *("rsqrt", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "square", "abs", "sign"),
     *("select_n", "pad", "clamp", "reduce_sum", "rev", "erf", "sin", "cos", "atan2", "cumsum"),
-    *(*SAME, *RULES),
+    *(*SAME, *RULES, "reduce_precision"),
 }
 PICKS = {"gather", "dynamic_slice", "sort", "reduce_max", "reduce_min"}  # by places known before
 CALLS = {

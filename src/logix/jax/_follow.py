@@ -60,7 +60,8 @@ class Follow(Collector):
         self._bodies = self.plan.bodies.get(id(eqn), {})
         if id(eqn) in self.plan.sites:
             key, site = self.plan.sites[id(eqn)]
-            self.rows[key] = Rows([args[i] for i in site.kept], [], None, (), True)
+            for name, i in zip(site.keys, site.kept):
+                self.rows[name] = Rows([args[i]], [], None, (), True)
             return site.run(args, [self.state[name] for name in site.slots(key)])
         if id(eqn) in self.plan.mapped:
             return [ragged.run(eqn, args)]
@@ -127,12 +128,11 @@ class Follow(Collector):
             return outs, {k: [up(x, axes[k]) for x in r.values] for k, r in rows.items()}
 
         specs = {key: P(*own) for key, own in axes.items()}
-        every = [*(key for key, _ in plan.all_sites()), *(x.key for x in plan.all_logged())]
         outs, kept = jax.shard_map(
             run,
             mesh=params["mesh"],
             in_specs=({k: specs[k] for k in state}, list(params["in_specs"])),
-            out_specs=(list(params["out_specs"]), {k: specs[k] for k in every}),
+            out_specs=(list(params["out_specs"]), {k: specs[k] for k in plan.kept()}),
             axis_names=manual,
             check_vma=True,
         )(state, args)

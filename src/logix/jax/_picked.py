@@ -55,6 +55,8 @@ def _scaled(name: str, values: list[Value], known: Sequence[Known | None]) -> Va
     if scale is None or not math.isfinite(scale) or (name == "div" and (at == 1 or scale == 0)):
         return None
     scale = 1 / scale if name == "div" else scale
+    if not math.isfinite(scale):
+        return None
     return tuple(dataclasses.replace(p, scale=p.scale * scale) for p in values[at])
 
 
@@ -94,6 +96,8 @@ def _entries(
     value: Value, axis: int, shape: Sequence[int], at: np.ndarray, size: int, loops: Loops
 ) -> Value | None:
     """`size` entries along an axis, from `at` on, which may count with a loop, up or down."""
+    if not at.size:
+        return None
     low, high = [0] * len(shape), list(shape)
     low[axis], high[axis] = int(at.min()), int(at.max()) + size
     cut = sliced(value, low, high)

@@ -60,9 +60,14 @@ class Plan:
         every += [(x.key, x.loops, x.aval) for x in self.all_logged() if x.differentiable]
         return {k: ((*(x.length for x in loops), *a.shape), a.dtype) for k, loops, a in every}
 
+    def kept(self) -> list[str]:
+        """The names of all that is kept of the forward pass."""
+        every = [name for _, site in self.all_sites() for name in site.keys]
+        return list(dict.fromkeys([*every, *(x.key for x in self.all_logged())]))
+
     def loops(self) -> dict[str, tuple[Loop, ...]]:
         sites = self.all_sites()
-        every = [(name, site.loops) for key, site in sites for name in (key, *site.slots(key))]
+        every = [(name, x.loops) for key, x in sites for name in (*x.keys, *x.slots(key))]
         return dict([*every, *((x.key, x.loops) for x in self.all_logged())])
 
     def forms(self) -> tuple[dict[int, Form], dict[int, str], set[int]]:

@@ -41,6 +41,7 @@ class Planner:
         self.logs, self.constants = logs, constants
         self.uses: dict[int, list[Use]] = {}
         self._loops, self._keys = itertools.count(), itertools.count()
+        self._names: dict[Any, str] = {}  # of variables that are kept; anew for each jaxpr
         self._ragged: dict[int, bool] = {}  # of bodies
 
     def jaxpr(
@@ -54,6 +55,7 @@ class Planner:
         numbers = {**self.constants, **dict(zip(jaxpr.invars, known))}
         read = lambda v: () if isinstance(v, jex.Literal) else env.get(v, ())
         plan.entered, plan.logged = self.logs.places(jaxpr, loops, self._keys)
+        outside, self._names = self._names, {}  # a body that is called twice has its own each time
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             now = [known_numbers.read(numbers, v) for v in eqn.invars]
@@ -66,6 +68,7 @@ class Planner:
                 made = known_numbers.evaluate(eqn, now, len(loops))
                 numbers.update(zip(eqn.outvars, made))
         plan.outs = [read(v) for v in jaxpr.outvars]
+        self._names = outside
         return plan
 
     def _equation(
@@ -103,12 +106,20 @@ class Planner:
         if name in SITES:
             try:
                 around = tuple(x for x in loops if varies(eqn.outvars[0].aval, x))
-                plan.sites[id(eqn)] = str(next(self._keys)), SITES[name](eqn, ins, around)
+                site = SITES[name](eqn, ins, around)
+                site.keys = [self._kept(eqn.invars[i], around) for i in site.kept]
+                plan.sites[id(eqn)] = str(next(self._keys)), site
             except NoRule as why:
                 odd = ins if why.only is None else [ins[k] for k in why.only]
                 self._note(odd, f"{name}: {why}", False)
             return nothing
         return self._unknown(eqn, ins)
+
+    def _kept(self, var: Any, loops: tuple[Loop, ...]) -> str:
+        """The name of what is kept of a variable, in these loops. (A constant has no other.)"""
+        if isinstance(var, jex.Literal):
+            return f"kept {next(self._keys)}"
+        return self._names.setdefault((var, loops), f"kept {next(self._keys)}")
 
     def _unknown(self, eqn: Any, ins: list[Value]) -> list[Value]:
         """What is neither a view nor a site."""

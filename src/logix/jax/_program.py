@@ -1,6 +1,6 @@
 """What a run does with batches of a JAX loss: it starts them, and ends them when they are computed.
 
-    finish = program.begin(run, ids, batch, mask, what, kinds, spare)
+    finish = program.begin(run, ids, batch, mask, what, kinds)
     finish()        rows to the store; an example that is not finite is found here
 
 Between the two, others may be started: a device is never waited for but for its oldest batch.
@@ -21,7 +21,6 @@ from .._outbox import Fit, Reserved
 from .._record import Record
 from .._rows import Activation
 from .._taking import bases
-from ._additive import check_additive
 from ._batches import Batch, Spread, freely, is_here
 from ._capture import Capture
 from ._coverage import Coverage
@@ -42,6 +41,7 @@ class Program:
         self._ready: dict[Any, Ready] = {}
         self.arrays = capture.watched.arrays(self.params)
         self._named = Spread.named(self.arrays)
+        self.spare = Spare()
         self._step = Step(capture)
         here = [d.platform for x in self.arrays if isinstance(x, jax.Array) for d in x.devices()]
         self._rows = "rows" if {*here, jax.default_backend()} == {"cpu"} else "joined"
@@ -62,17 +62,13 @@ class Program:
                 run._tell(f"watching {self.coverage.summary()}; {run._row()}")
         return self._ready[key]
 
-    def spare(self) -> Spare:
-        """Memory for rows, for one pass over the data."""
-        return Spare()
-
     def _check(self, batch: Batch) -> None:
         if batch.mine is None and not all(map(is_here, self.arrays)):
             raise ValueError(
                 "the parameters are spread over several processes, and this batch is not: make it "
                 "one of all of them, jax.make_array_from_process_local_data(sharding, array)."
             )
-        check_additive(self.capture, self.params, batch.arrays)
+        self.capture.check(self.params, batch.arrays)
 
     def logged(self, run: Any, batch: Batch, mask: Any) -> tuple[list[Record], list[Activation]]:
         """The records of a batch, on its device; of a batch of several processes, its own."""
@@ -89,7 +85,6 @@ class Program:
         mask: Any,
         what: frozenset[str],
         kinds: frozenset[str],
-        spare: Spare,
     ) -> Callable[[], None]:
         """Start a batch. What is returned waits for it, and writes its rows."""
         ready = self.ready(run, batch)
@@ -103,8 +98,9 @@ class Program:
                 reserved, want = None, "sums"
         if want == "sums" and not what:
             return lambda: None
+        spare = self.spare
         alone = Spread.of(batch.arrays, self._named).sharding is None
-        old = spare.take(ready.parts) if want == "rows" and alone else []
+        old = spare.take(ready.parts, batch.devices) if want == "rows" and alone else []
         try:
             out = self._started(run, ready, batch, mask, None, what, want, old)
         except BaseException:
@@ -135,17 +131,18 @@ class Program:
             else:
                 reserved.write(logged)
             if old:
-                spare.give(out["rows"])
+                spare.give(out["rows"], batch.devices)
 
         return finish
 
     def _fit(self, run: Any, ready: Ready, size: int, want: str, kinds: frozenset[str]) -> Fit:
         """How batches of a size are written: it is found once, since there may be many layers."""
-        key = size, want, kinds
-        if key not in ready.fits or not run._saved.is_open(ready.fits[key]):
-            shapes = ready.rows(size, want)
-            ready.fits[key] = run._saved.fit(size, shapes, kinds, ready.how)
-        return ready.fits[key]
+        key, known = (ready, size, want, kinds), run._saved.fits
+        if key not in known:
+            fit = run._saved.fit(size, ready.rows(size, want), kinds, ready.how)
+            known = run._saved.fits  # a store may have been opened
+            known[key] = fit
+        return known[key]
 
     def _is_there(self, run: Any, reserved: Reserved, batch: Batch) -> bool:
         """Whether the store has all of a batch. Processes that share it must all say the same."""

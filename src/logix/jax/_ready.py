@@ -11,14 +11,13 @@ import jax
 import numpy as np
 
 from .._compress import Projector
-from .._outbox import Fit
 from .._record import Record, Whole
 from .._rows import Activation
 
 Array = Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Ready:
     """What is known of batches of one shape, compressed in one way."""
 
@@ -29,7 +28,6 @@ class Ready:
     logged: list[Activation]
     gradients: list[Whole]  # compressed, in the order of a row
     parts: list[Any]  # rows, as they are computed
-    fits: dict[Any, Fit] = dataclasses.field(default_factory=dict)  # by size, and what is saved
 
     def rows(self, n: int, want: str) -> list[Any]:
         """What is saved of n examples, as shapes."""
@@ -60,16 +58,20 @@ class Spare:
     """
 
     def __init__(self) -> None:
-        self._rows: list[list[Array]] = []
+        self._rows: list[tuple[Any, list[Array]]] = []
 
-    def take(self, shapes: Sequence[Any]) -> list[Array]:
-        """Arrays of these shapes, to be given away."""
-        same = lambda rows: [x.shape for x in rows] == [x.shape for x in shapes]
-        self._rows = [rows for rows in self._rows if same(rows)]
+    def take(self, shapes: Sequence[Any], devices: Any) -> list[Array]:
+        """Arrays of these shapes, on the devices of a batch, to be given away."""
+        kind = [x.shape for x in shapes], devices
+        self._rows = [(own, rows) for own, rows in self._rows if own == kind]
         if self._rows:
-            return self._rows.pop()
+            return self._rows.pop()[1]
         new = lambda x: np.zeros(x.shape, x.dtype)
         return [jax.device_put(new(x), may_alias=False) for x in shapes]  # nothing is compiled
 
-    def give(self, rows: Sequence[Array]) -> None:
-        self._rows.append(list(rows))
+    def give(self, rows: Sequence[Array], devices: Any) -> None:
+        self._rows.append((([x.shape for x in rows], devices), list(rows)))
+
+    def keep(self, most: int) -> None:
+        """No more than this, while nothing is computed."""
+        del self._rows[most:]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from lox import _compat
 
-from ._arrange import PLACE, Form, Role, Stack, swapped
+from ._arrange import PLACE, Form, Role, Stack, scaled, swapped
 from ._view import Part, Value
 
 Array = Any
@@ -63,6 +63,7 @@ class Site:
 
     rule: str
     kept: list[int]  # the arguments that have to be kept of the forward pass
+    keys: list[str]  # their names there: what several sites keep is kept once
     forms: list[Form]
     outs: list[Any]  # the shapes and types of the gradients that are wanted of the backward pass
 
@@ -106,9 +107,8 @@ class Site:
         """Records of all parts; `wanted` is the form of each parameter, which may be transposed."""
         out = []
         for part, own in zip(self.value, self.forms):
-            last = g[-1] if part.scale == 1 else g[-1] * part.scale
-            made = self.record(part, kept, [*g[:-1], last], own)
-            record = made.record
+            made = self.record(part, kept, g, own)
+            record = made.record if part.scale == 1 else scaled(made.record, part.scale)
             if own != wanted[part.param]:
                 record = swapped(record)
             bound = {b.loop for b in part.bound}

@@ -122,7 +122,7 @@ def rows(stacks: Sequence[Stack], joined: bool) -> list[Array]:
     device each part would be a copy of its own.
     """
     parts = [jnp.moveaxis(x, 0, 1) for _, x in _summed(stacks)]
-    parts = [x.reshape(len(x), -1).astype(jnp.float32) for x in parts]
+    parts = [x.reshape(len(x), math.prod(x.shape[1:])).astype(jnp.float32) for x in parts]
     return [jnp.concatenate(parts, 1)] if joined else parts
 
 

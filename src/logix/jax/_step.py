@@ -3,10 +3,9 @@
     Step(capture).run(arrays, batch, given, sums, fixed, mask, good, old, settings=…, want=…, …)
 
 `arrays` are those of the parameters. `sums` are given back in the same memory, and rows in that of
-`old` ones. Counts are those of
-this batch, and are added on the host, where they can't overflow. If an example is not finite,
-nothing of its batch goes into the sums: they are asked for again, with `good` telling which
-examples are.
+`old` ones. Counts are those of this batch, and are added on the host, where they can't overflow. If
+an example is not finite, nothing of its batch goes into the sums: they are asked for again, with
+`good` telling which examples are.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Step:
     def __init__(self, capture: Capture):
         self.capture = capture
         static = ("settings", "want", "what", "spread")
-        given: Any = dict(donate_argnames=("sums", "old"), keep_unused=True)
-        self.run = jax.jit(self._batch, static_argnames=static, **given)
+        given = ("sums", "old")
+        self.run = jax.jit(self._batch, static_argnames=static, donate_argnames=given)
         self.records = jax.jit(self._records, static_argnames="settings")
 
     def shapes(self, arrays: Any, batch: Any, how: Projector) -> tuple[Any, dict[str, Any]]:
@@ -118,6 +117,9 @@ class Step:
             records = unstacked(stacks) if what or want == "records" else []
             if want in ("rows", "joined"):
                 out["rows"] = [spread(part) for part in rows(stacks, want == "joined")]
+                if old:  # all of it is overwritten: this says only which memory it may be put into
+                    put = lambda x, part: jax.lax.dynamic_update_slice(x, part, (0, 0))
+                    out["rows"] = list(map(put, old, out["rows"]))
             elif want == "records":
                 out["records"] = jax.tree.map(spread, (records, logged))
             if want == "joined":  # one array, which is finite only if all that it is made of is

@@ -18,7 +18,7 @@ Rule = Callable[[dict[str, Any], list[Value], list[Any]], list[Value] | None]
 RULES: dict[str, Rule] = {}
 # These give on what they get.
 SAME = (
-    *("copy", "copy_p", "reduce_precision", "sharding_constraint", "mesh_cast", "reshard", "name"),
+    *("copy", "copy_p", "sharding_constraint", "mesh_cast", "reshard", "name"),
     *("pvary", "pcast", "layout_constraint", "optimization_barrier"),
 )
 
