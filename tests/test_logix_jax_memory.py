@@ -52,13 +52,14 @@ def test_the_memory_of_written_rows_is_used_again():
     spare = Spare()
     first = spare.take(shapes, places)
     where = first[0].unsafe_buffer_pointer()
-    over = jax.jit(lambda old, x: jax.lax.dynamic_update_slice(old, x, (0, 0)), donate_argnums=0)
-    made = over(first[0], jnp.ones((4, 3)))
+    put = lambda old, x: jax.lax.dynamic_update_slice(old, x + 1, (0, 0))  # as a step does
+    over = jax.jit(put, donate_argnums=0)
+    made = over(first[0], jnp.zeros((4, 3)))
     assert made.unsafe_buffer_pointer() == where
     spare.give([made], places)
     [again] = spare.take(shapes, places)
     looked_at = np.asarray(again)
-    new = over(again, jnp.zeros((4, 3)))
+    new = over(again, -jnp.ones((4, 3)))
     assert (looked_at == 1).all()
     assert (np.asarray(new) == 0).all()
     spare.give([new], places)
