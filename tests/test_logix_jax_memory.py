@@ -47,7 +47,7 @@ def test_rows_of_many_batches_of_all_sizes(tmp_path, workers, slow, monkeypatch)
     close(run.store().rows(), as_rows(by_vmap(loss, parameters(), data), run.layout))
 
 
-def test_the_memory_of_written_rows_is_used_again():
+def test_the_memory_of_written_rows_is_used_again(all_passes):
     shapes, places = [jax.ShapeDtypeStruct((4, 3), jnp.float32)], frozenset()
     spare = Spare()
     first = spare.take(shapes, places)
