@@ -24,8 +24,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from _loxio import Damaged
+from _loxio import Damaged, read_small
 from logix.cli import main as cli
+from logix.store import _writer
 from logix.store._ids import as_ids, content_ids, decode_ids, encode_ids
 from logix.store._rowtypes import DTYPES, RowType
 from logix.store._verify import verify
@@ -535,6 +536,20 @@ def test_syncing_beside_many_shards(tmp_path):
         for i in range(150):
             writer.append([i], rows_of(1, i))
     assert RowStore(tmp_path).ids == list(range(150))
+    assert not verify(tmp_path).damage
+
+
+def test_rows_are_brought_to_the_disk_as_they_come(tmp_path, monkeypatch):
+    """Not only after a while: what is listed has reached the disk."""
+    monkeypatch.setattr(_writer, "SYNC_BYTES", 50)
+    listed = lambda: read_small(str(tmp_path / "0000.json"))["parts"]
+    with RowWriter(tmp_path, LAYOUT, sync_every=1e9) as writer:
+        writer.append([0], rows_of(1, 0))
+        assert [part["rows"] for part in listed()] == [0]
+        for i in range(1, 20):
+            writer.append([i], rows_of(1, i))
+            writer._thread.join()
+        assert listed()[0]["rows"] >= 18 * writer.type.nbytes
     assert not verify(tmp_path).damage
 
 

@@ -1,7 +1,9 @@
 """Writing a row store (`_reader` reads it): rows with ids, by one or several processes.
 
 When `append` returns, its rows are with the operating system and outlive the process; they are on
-the disk after `flush` and `close`, and by the first append that comes `sync_every` seconds later.
+the disk after `flush` and `close`, and are brought there beside the caller by the first append that
+comes `sync_every` seconds or `SYNC_BYTES` later. A new part is begun when the one before is on the
+disk: with so little left to bring there, that takes no time worth speaking of.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from ._reader import (
     writer_numbers,
 )
 from ._rowtypes import RowType
+
+SYNC_BYTES = 1 << 28
 
 
 class RowWriter:
@@ -85,6 +89,7 @@ class RowWriter:
         self._error: BaseException | None = None
         self._done: list[dict[str, Any]] = []  # the parts before
         self._part: PartWriter | None = None
+        self._unsynced = 0  # bytes that came since the last sync began
         os.makedirs(self.path, exist_ok=True)
         with exclusive(os.path.join(self.path, ".claim")):
             lock = hold(writer_file(self.path, self.writer, "lock"))
@@ -142,10 +147,12 @@ class RowWriter:
                 block = self.type.encode(rows, self.nonfinite, names)
                 self._room().append(block.reshape(-1).data, encode_ids(names), len(names))
                 self.rows += len(names)
+                self._unsynced += block.nbytes
             if not reserved:
                 self.reserve(names, passed)
             idle = self._thread is None or not self._thread.is_alive()
-            if names and idle and time.monotonic() - self._synced_at > self.sync_every:
+            late = time.monotonic() - self._synced_at > self.sync_every
+            if names and idle and (late or self._unsynced >= SYNC_BYTES):
                 self._thread = threading.Thread(target=self._sync_beside, daemon=True)
                 with contextlib.suppress(RuntimeError):  # while the interpreter ends: `close` syncs
                     self._thread.start()
@@ -203,7 +210,7 @@ class RowWriter:
         with self._syncing:
             if self.closed:
                 return
-            parts = list(self._done)
+            parts, self._unsynced = list(self._done), 0
             if self._part is not None:
                 parts.append({"name": self._part.name, **self._part.sizes})
                 self._part.sync()
