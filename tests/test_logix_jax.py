@@ -1,4 +1,4 @@
-"""The laws of `logix.jax.capture`, for every program of `jax_programs`."""
+"""The laws of `logix.jax.capture`, for every program of `jax_programs` and the files beside it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_programs_conv
+import jax_programs_own
 import logix.jax
 import lox
 from jax_programs import EXAMPLES, PROGRAMS, mlp, square
 from logix._compress import gradients
 from logix._record import Lookup, Outer, Whole
 
+assert jax_programs_conv.WIDE  # these files have added theirs
+assert jax_programs_own.FIXED.size
 over_programs = pytest.mark.parametrize("name", PROGRAMS)
 
 
