@@ -76,7 +76,7 @@ def test_nothing_is_kept_of_a_pass_that_ended(tmp_path):
         run.extract(cut(data), [f"{k}-{i}" for i in range(N)])
         run.finalize()
         gc.collect()
-        assert not [x for x in gc.get_objects() if isinstance(x, Outbox)]
+        assert not [x for x in gc.get_objects() if type(x) is Outbox]
         assert not run._program.spare._rows
 
 
