@@ -173,9 +173,14 @@ class Capture:
         if not self.batched or any(isinstance(x, jax.core.Tracer) for x in leaves):
             return
         key = tuple((jnp.shape(x), str(jnp.result_type(x))) for x in self._checked(batch))
-        if key not in self._additive:
+        if key in self._additive:
+            return
+        self._additive.add(key)  # before: where nothing is jitted, the check comes here itself
+        try:
             check_additive(self, params, batch)
-            self._additive.add(key)
+        except BaseException:
+            self._additive.discard(key)
+            raise
 
     def coverage(self, params: Any, batch: Any) -> Coverage:
         """Which rule took each parameter, and what it costs."""
