@@ -54,9 +54,7 @@ class Saved:
         self.path, self.logging, self._how = path, logging, how
         self._opened = Opened(os.path.join(path, ROWS))
         self._outbox: Outbox | None = None
-        self.fits: dict[
-            Any, Fit
-        ] = {}  # found before, for batches that come again; while it is open
+        self.fits: dict[Any, Fit] = {}  # while rows go there: of batches that came before
         self._layout: list[Entry] = []
         self._compression: Projector | None = None
         self._replaces = bool(how["overwrite"])  # the files beside the rows, until it is done

@@ -14,10 +14,10 @@ from .._norms import squared_norms
 def check_additive(capture: Any, params: Any, batch: Any) -> None:
     """Compare the loss of a batch, and its gradient, with those of its examples by themselves."""
     n = jax.tree.leaves(batch)[0].shape[0]
+    if n == 0:
+        return
     if n == 1:
         batch, n = jax.tree.map(_with_another, batch), 2
-    if not capture.batched or n < 2:
-        return
     arrays, chosen = capture.watched.arrays(params), capture.watched.chosen
 
     @jax.jit

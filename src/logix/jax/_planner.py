@@ -32,6 +32,9 @@ from ._view import Part, Value
 from ._viewing import follow
 
 CALLS = {name: body for name, body in ENTERED.items() if name != "shard_map"}
+Values = list[Value]  # of the inputs, or the outputs, of an equation
+Numbers = Sequence[Known | None]
+Loops = tuple[Loop, ...]
 
 
 class Planner:
@@ -44,13 +47,8 @@ class Planner:
         self._names: dict[Any, str] = {}  # of variables that are kept; anew for each jaxpr
         self._ragged: dict[int, bool] = {}  # of bodies
 
-    def jaxpr(
-        self,
-        jaxpr: Any,
-        values: Sequence[Value],
-        loops: tuple[Loop, ...],
-        known: Sequence[Known | None] = (),
-    ) -> Plan:
+    def jaxpr(self, jaxpr: Any, values: Sequence[Value], loops: Loops, known: Numbers = ()) -> Plan:
+        """The plan for a jaxpr inside of loops, by what is known of its inputs."""
         plan, env = Plan(), dict(zip(jaxpr.invars, values, strict=True))
         numbers = {**self.constants, **dict(zip(jaxpr.invars, known))}
         read = lambda v: () if isinstance(v, jex.Literal) else env.get(v, ())
@@ -71,14 +69,7 @@ class Planner:
         self._names = outside
         return plan
 
-    def _equation(
-        self,
-        plan: Plan,
-        eqn: Any,
-        ins: list[Value],
-        known: list[Known | None],
-        loops: tuple[Loop, ...],
-    ) -> list[Value]:
+    def _equation(self, plan: Plan, eqn: Any, ins: Values, known: Numbers, loops: Loops) -> Values:
         name = eqn.primitive.name
         nothing: list[Value] = [()] * len(eqn.outvars)
         if name in CALLS:
@@ -126,14 +117,7 @@ class Planner:
         self._note(ins, eqn.primitive.name, eqn.primitive.name in ENTRYWISE)
         return [()] * len(eqn.outvars)
 
-    def _scan(
-        self,
-        plan: Plan,
-        eqn: Any,
-        ins: list[Value],
-        known: list[Known | None],
-        loops: tuple[Loop, ...],
-    ) -> list[Value]:
+    def _scan(self, plan: Plan, eqn: Any, ins: Values, known: Numbers, loops: Loops) -> Values:
         consts, carry = _compat.scan_arity(eqn.params)
         body = inner(eqn.params["jaxpr"])
         same = carried_unchanged(body, consts, carry)

@@ -98,9 +98,8 @@ class Program:
                 reserved, want = None, "sums"
         if want == "sums" and not what:
             return lambda: None
-        spare = self.spare
         alone = Spread.of(batch.arrays, self._named).sharding is None
-        old = spare.take(ready.parts, batch.devices) if want == "rows" and alone else []
+        old = self.spare.take(ready.parts, batch.devices) if want == "rows" and alone else []
         try:
             out = self._started(run, ready, batch, mask, None, what, want, old)
         except BaseException:
@@ -131,7 +130,7 @@ class Program:
             else:
                 reserved.write(logged)
             if old:
-                spare.give(out["rows"], batch.devices)
+                self.spare.give(out["rows"], batch.devices)
 
         return finish
 
@@ -139,9 +138,7 @@ class Program:
         """How batches of a size are written: it is found once, since there may be many layers."""
         key, known = (ready, size, want, kinds), run._saved.fits
         if key not in known:
-            fit = run._saved.fit(size, ready.rows(size, want), kinds, ready.how)
-            known = run._saved.fits  # a store may have been opened
-            known[key] = fit
+            known[key] = run._saved.fit(size, ready.rows(size, want), kinds, ready.how)
         return known[key]
 
     def _is_there(self, run: Any, reserved: Reserved, batch: Batch) -> bool:
