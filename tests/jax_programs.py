@@ -259,8 +259,18 @@ def reshaped_across(p, x):
     return square(x @ p["w"].reshape(6, 4))
 
 
-@program("whole", dict(w=(4, 6)), (3, 4))
+@program("product", dict(w=(4, 6)), (3, 4))
 def every_other_column(p, x):
+    return square(x @ p["w"][:, ::2])
+
+
+@program("product", dict(w=(6, 4)), (3, 2))
+def interleaved(p, x):
+    return square(jnp.tanh(x @ p["w"][1::3, ::2]) * (x @ p["w"][1::3, 1::2]) @ p["w"][:2].T[:2])
+
+
+@program("whole", dict(w=(4, 5)), (3, 4))
+def every_other_column_of_five(p, x):
     return square(x @ p["w"][:, ::2])
 
 

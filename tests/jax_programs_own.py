@@ -222,3 +222,26 @@ def _own_loop_jvp(primals, tangents):
 @program("whole", dict(w=(4, 3)), (5, 4))
 def own_product_with_an_open_loop_for_the_data(p, x):
     return square(_own_loop(p["w"], x))
+
+
+def _scaled_by(c):
+    """A function whose derivative closes over a value that the loss has computed."""
+    return _own(lambda y: y * c, lambda k, g: (g * c,))
+
+
+@program({"w": "whole", "b": "elementwise"}, dict(w=(4, 3), b=(3,)), (5, 4))
+def own_function_that_closes_over_the_data(p, x):
+    c = jnp.sin(x.sum())
+    return square(_scaled_by(c)(jnp.tanh(x @ p["w"]) + p["b"]))
+
+
+@program("whole", dict(w=(2, 4, 4)), (5, 4))
+def own_function_over_layers_that_closes_over_a_constant(p, x):
+    c = jnp.arange(4.0)
+
+    @jax.custom_jvp
+    def scaled(y):
+        return y * c
+
+    scaled.defjvp(lambda primals, tangents: (primals[0] * c, tangents[0] * c))
+    return square(lax.scan(lambda x, w: (scaled(jnp.tanh(x @ w)), None), x, p["w"])[0])

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import logix.jax
+import lox
 from jax_run import (
     N,
     as_rows,
@@ -233,6 +234,45 @@ def test_examples_that_do_not_in_bfloat16(tmp_path, reduce):
     whole = lambda p, b: reduce(each(p, b))
     run = make(tmp_path, {"save": "grad"}, whole, params, how=dict(batched=True))
     assert run.extract([examples(64)], range(64)) == 64
+
+
+# --- functions with a derivative that closes over something ------------------------------------
+
+
+def scaled_by(c):
+    fun = jax.custom_vjp(lambda y: y * c)
+    fun.defvjp(lambda y: (y * c, None), lambda _, g: (g * c,))
+    return fun
+
+
+def test_a_derivative_that_closes_over_a_value_of_the_loss_is_named():
+    loss = lambda p, x: scaled_by(jnp.sin(x[0]))(x @ p["w"]).sum()
+    params, batch = {"w": normal(4, 5)}, normal(3, 4)
+    found = same_gradients(loss, params, batch)
+    match = r"w \(vmap\(grad\), because of the custom_vjp function .* hand them over as arguments\)"
+    with pytest.raises(ValueError, match=f"strict=True: no rule for {match}"):
+        logix.jax.capture(loss, params, strict=True)(params, batch)
+    assert found.coverage(params, batch).fallbacks
+
+    def logged(p, x):
+        lox.log({"h": x @ p["w"]})
+        return loss(p, x)
+
+    with pytest.raises(ValueError, match="nothing can be logged beside the custom_vjp function"):
+        logix.jax.capture(logged, params, logs="h")(params, batch)
+    assert same_gradients(logged, params, batch).coverage(params, batch).fallbacks
+
+
+def test_a_derivative_that_closes_over_what_is_outside_of_the_loss():
+    params, batch, c = {"w": normal(4, 5)}, normal(3, 4), jnp.arange(5.0)
+
+    def gradients(c):
+        loss = lambda p, x: scaled_by(jnp.arange(5.0) if c is None else c)(x @ p["w"]).sum()
+        capture = logix.jax.capture(loss, params, strict=c is not None)
+        return capture.gradients(params, batch)
+
+    for got in (gradients(c), jax.jit(gradients)(c), gradients(None)):
+        np.testing.assert_allclose(got["w"], batch[:, :, None] * c, rtol=1e-6)
 
 
 # --- layers of a parameter ------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def view(r, params, w):
         return w.transpose(r.sample(range(w.ndim), w.ndim))
     if kind == "slice" and w.ndim:
         low = r.randrange(w.shape[axis])
-        return lax.slice_in_dim(w, low, r.randrange(low, w.shape[axis]) + 1, axis=axis)
+        high = r.randrange(low, w.shape[axis]) + 1
+        return lax.slice_in_dim(w, low, high, r.choice([1, 1, 1, 2, 3]), axis)
     if kind == "index" and w.ndim > 1:
         return lax.index_in_dim(w, r.randrange(w.shape[axis]), axis, keepdims=False)
     if kind == "join" and w.ndim:

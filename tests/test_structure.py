@@ -71,7 +71,16 @@ LOGIX = {
     ],
     "logix.jax": [
         *("_view", "_viewing", "_arrange", "_entrywise", "_ragged", "_site", "_known", "_picked"),
-        *("_backward", "_products", "_convolution", "_lookup", "_custom", "_sites", "_logged"),
+        *(
+            "_backward",
+            "_closing",
+            "_products",
+            "_convolution",
+            "_lookup",
+            "_custom",
+            "_sites",
+            "_logged",
+        ),
         *("_shards", "_reached", "_plan", "_planner", "_turned", "_found", "_follow", "_names"),
         "_coverage",
         *(

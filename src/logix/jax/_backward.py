@@ -1,4 +1,5 @@
-"""Reads a backward pass: which product the gradient of a matrix is, in the end.
+"""The backward pass of a function with a derivative of its own, and what is read off it: which
+product the gradient of a matrix is, in the end.
 
 Behind that product there may be transposes, casts, a number, a sum over an axis that was mapped.
 """
@@ -9,7 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 from lox import _compat
@@ -39,6 +42,40 @@ class Factors:
     def shapes(self) -> list[tuple[int, ...]]:
         turned = zip(self.variables, self.orders)
         return [tuple(v.aval.shape[d] for d in order) for v, order in turned]
+
+
+class Backward:
+    """Of an equation that calls such a function: the gradients for its arguments `real`.
+
+    Those are no integers, and nothing that the function closes over, which has no gradient.
+    """
+
+    def __init__(self, eqn: Any):
+        self.eqn = eqn
+        self.kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        self.outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        first = eqn.params["num_consts"]
+        self.real = [k for k, x in enumerate(self.kinds) if k >= first and real([x])]
+
+    def jaxpr(self) -> Any:
+        return jax.make_jaxpr(self)(self.kinds, real(self.outs))
+
+    def __call__(self, args: Sequence[Array], g: Sequence[Array]) -> list[Array]:
+        def call(*own: Array) -> Any:
+            every = list(args)
+            for k, x in zip(self.real, own):
+                every[k] = x
+            return _compat.bind(self.eqn, every)
+
+        outs, back = jax.vjp(call, *(args[k] for k in self.real))
+        given = iter(g)
+        none = lambda y: np.zeros(y.shape, jax.dtypes.float0)
+        return list(back([next(given) if real([y]) else none(y) for y in outs]))
+
+
+def real(xs: Sequence[Any]) -> list[Any]:
+    """Those that are no integers, which have no gradient."""
+    return [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def factors(jaxpr: Any, number: int, args: int) -> Factors | None:

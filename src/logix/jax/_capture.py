@@ -18,6 +18,7 @@ from .._record import Record
 from .._rows import Activation
 from ._additive import check_additive
 from ._arrange import Stack, split_whole
+from ._closing import closing
 from ._coverage import Coverage, coverage
 from ._explicit import freely
 from ._follow import Follow, slots
@@ -105,12 +106,16 @@ class Capture:
 
     def _everything(self, params: Any, batch: Any) -> Any:
         jaxpr, found = self.read(params, batch)
-        arrays = self.watched.arrays(params)
+        arrays, tree = self.watched.arrays(params), jax.tree.structure(batch)
 
         def one(slot: Any, direct: Any, example: Any) -> Any:
             follow = Follow(found.plan, slot)
             own = [direct.get(i, x) for i, x in enumerate(arrays)]
-            [loss] = follow.start(jaxpr, [*own, *example])
+            if found.traced:
+                [loss] = follow.start(jaxpr, [*own, *example])
+            else:
+                with collecting(False):
+                    loss = self._one(tree, [*own, *example])
             return loss, (loss, {key: rows.values for key, rows in follow.rows.items()})
 
         take = jax.grad(one, argnums=(0, 1), has_aux=True)
@@ -196,22 +201,34 @@ class Capture:
         mesh = jax.sharding.get_abstract_mesh()
         key = tree, mesh, tuple(map(str, (*kinds, *own)))
         if key not in self._found:
+            traces = []
 
             def loss(*args: Any) -> Any:
-                mine, example = args[: len(own)], args[len(own) :]
-                if self.batched:
-                    example = tuple(x[None] for x in example)
-                value = self.loss(self.watched.filled(mine), tree.unflatten(example))
-                return value.reshape(()) if self.batched and jnp.shape(value) == (1,) else value
+                traces.append(args[0]._trace)
+                return self._one(tree, args)
 
             with collecting(bool(self.logs.patterns)):
                 jaxpr = jax.make_jaxpr(loss)(*own, *kinds)
             self._check_loss(jaxpr)
             shapes = {i: tuple(own[i].shape) for i in self.watched.chosen}
-            found = read(jaxpr, len(own), shapes, self.logs)
+            why_not = closing(jaxpr, traces[0])
+            if why_not is not None and self.logs.patterns:
+                raise ValueError(
+                    f"logs={self.logs.patterns}: nothing can be logged beside {why_not}"
+                )
+            found = read(jaxpr, len(own), shapes, self.logs, why_not)
             self._check(found, params)
             self._found[key] = jaxpr, found
         return self._found[key]
+
+    def _one(self, tree: Any, args: Sequence[Any]) -> Any:
+        """The loss of one example, of the arrays of all parameters and of the example."""
+        n = len(args) - tree.num_leaves
+        mine, example = args[:n], args[n:]
+        if self.batched:
+            example = [x[None] for x in example]
+        value = self.loss(self.watched.filled(mine), tree.unflatten(example))
+        return value.reshape(()) if self.batched and jnp.shape(value) == (1,) else value
 
     def _checked(self, batch: Any) -> list[Any]:
         flat = jax.tree_util.tree_flatten_with_path(batch)[0]

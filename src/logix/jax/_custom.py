@@ -8,18 +8,15 @@ product is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from lox import _compat
 
 from .._record import Outer
 from ._arrange import PLACE, Form, Role, Stack, arrange, form, names
-from ._backward import evaluate, factors
+from ._backward import Backward, evaluate, factors, real
 from ._site import Loops, NoRule, Site
 from ._view import Part, Value
 
@@ -37,15 +34,12 @@ class Custom(Site):
         if not any(matrices) or any(loop.axis for loop in loops) or eqn.params["symbolic_zeros"]:
             raise NoRule("a derivative of its own")
         self.eqn, self.args = eqn, [k for k, value in enumerate(values) if value]
-        kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-        # What the function closes over has no gradient.
-        first = eqn.params["num_consts"]
-        self.real = [k for k, x in enumerate(kinds) if k >= first and _real([x])]
+        self.backward = Backward(eqn)
+        self.real, kinds = self.backward.real, self.backward.kinds
         if not set(self.args) <= set(self.real):
             raise NoRule("a derivative of its own, of what it closes over")
         try:
-            back = jax.make_jaxpr(self._backward)(kinds, _real(outs))
+            back = self.backward.jaxpr()
         except Exception as error:  # as it may be where only some arguments have a gradient
             raise NoRule("a derivative of its own") from error
         found = {k: factors(back.jaxpr, self.real.index(k), len(kinds)) for k in self.args}
@@ -62,28 +56,14 @@ class Custom(Site):
         ]
         super().__init__(eqn, tuple(p for k in self.args for p in values[k]), loops, slots)
 
-    def _backward(self, args: Sequence[Array], g: Sequence[Array]) -> list[Array]:
-        """The gradients for all arguments that are no integers."""
-
-        def call(*real: Array) -> Any:
-            every = list(args)
-            for k, x in zip(self.real, real):
-                every[k] = x
-            return _compat.bind(self.eqn, every)
-
-        outs, back = jax.vjp(call, *(args[k] for k in self.real))
-        given = iter(g)
-        none = lambda y: np.zeros(y.shape, jax.dtypes.float0)
-        return list(back([next(given) if _real([y]) else none(y) for y in outs]))
-
     def run(self, args: list[Array], slots: list[Array]) -> list[Array]:
         @jax.custom_vjp
         def call(args: list[Array], slots: list[Array]) -> list[Array]:
             return _compat.bind(self.eqn, args)
 
         def backward(args: list[Array], every: list[Array]) -> Any:
-            g = _real(every)
-            closed = jax.make_jaxpr(self._backward)(args, g)
+            g = real(every)
+            closed = jax.make_jaxpr(self.backward)(args, g)
             back, n = closed.jaxpr, len(args)
             mine = {k: factors(back, self.real.index(k), n) for k in self.args}
             assert all(x is not None for x in mine.values())
@@ -120,8 +100,3 @@ class Custom(Site):
         real = (a != 0).any(-1) if own.batch else None
         a = a if own.scale == 1 else a * own.scale
         return Stack(names("", part, blocks), Outer("", a, g_out, real))
-
-
-def _real(xs: Sequence[Any]) -> list[Any]:
-    """Those that are no integers, which have no gradient."""
-    return [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]

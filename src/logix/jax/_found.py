@@ -26,16 +26,25 @@ class Found:
     direct: dict[int, Use]
     turned: dict[int, Form]  # of those that are differentiated as they are, if it is known
     unused: list[int]
+    traced: bool  # False: the loss has to be run itself, not its jaxpr
 
 
-def read(closed: Any, params: int, shapes: dict[int, tuple[int, ...]], logs: Logs) -> Found:
+def read(
+    closed: Any,
+    params: int,
+    shapes: dict[int, tuple[int, ...]],
+    logs: Logs,
+    why_not: str | None = None,
+) -> Found:
     """The plan for a loss, whose first inputs are the parameters.
 
-    `shapes`: of those that are watched, by number.
+    `shapes`: of those that are watched, by number. `why_not`: why no rule can be used at all.
     """
     jaxpr = inner(closed)
     constants = dict(zip(jaxpr.constvars, map(constant, closed.consts)))
     direct = {i: [Use("no entries", True)] for i, shape in shapes.items() if 0 in shape}
+    if why_not is not None:
+        direct = {i: [Use(why_not, False)] for i in shapes}
     while True:
         planner = Planner(logs, constants)
         followed = {i: parameter(i, shape) for i, shape in shapes.items() if i not in direct}
@@ -63,7 +72,7 @@ def read(closed: Any, params: int, shapes: dict[int, tuple[int, ...]], logs: Log
     for i, own in axes.items():
         layers = tuple(sorted({a.axis for a in own.blocks}))
         uses[i] = dataclasses.replace(uses[i], blocks=layers)
-    return Found(plan, forms, rules, uses, axes, unused)
+    return Found(plan, forms, rules, uses, axes, unused, why_not is None)
 
 
 def _summary(uses: list[Use], shape: tuple[int, ...], met: str | None) -> Use:

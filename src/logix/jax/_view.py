@@ -153,6 +153,24 @@ def sliced(value: Value, low: Sequence[int], high: Sequence[int]) -> Value | Non
     return tuple(out)
 
 
+def strided(
+    value: Value, shape: Sequence[int], low: Sequence[int], high: Sequence[int], step: Sequence[int]
+) -> Value | None:
+    """The same in steps: an axis of n entries is seen as n / step times `step`, of which one."""
+    if any(n % s for n, s in zip(shape, step)):
+        return None
+    whole = [size for n, s in zip(shape, step) for size in (n // s, s)]
+    first = [at for lo, s in zip(low, step) for at in (lo // s, lo % s)]
+    counts = [-(-(hi - lo) // s) for lo, hi, s in zip(low, high, step)]
+    last = [at for lo, n, s in zip(low, counts, step) for at in (lo // s + n, lo % s + 1)]
+    parts = [reshaped(part, shape, whole) for part in value]
+    cut = sliced(tuple(part for part in parts if part is not None), first, last)
+    if cut is None or None in parts:
+        return None
+    joined = lambda dims: tuple((*dims[k], *dims[k + 1]) for k in range(0, len(dims), 2))
+    return tuple(replace(p, dims=joined(p.dims), starts=(0,) * len(shape)) for p in cut)
+
+
 def _cut(dim: tuple[Atom, ...], lo: int, hi: int, pinned: list[Atom]) -> tuple[Atom, ...] | None:
     if lo == 0 and hi == math.prod(a.size for a in dim):
         return dim

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._view import Value, flipped, reshaped, sliced, squeezed
+from ._view import Value, flipped, reshaped, sliced, squeezed, strided
 
 Rule = Callable[[dict[str, Any], list[Value], list[Any]], list[Value] | None]
 RULES: dict[str, Rule] = {}
@@ -91,9 +91,11 @@ def _broadcast(params: Any, values: list[Value], avals: list[Any]) -> list[Value
 
 @_rule("slice")
 def _slice(params: Any, values: list[Value], avals: list[Any]) -> list[Value] | None:
-    if any(s != 1 for s in params["strides"] or ()):
-        return None
-    cut = sliced(values[0], params["start_indices"], params["limit_indices"])
+    low, high, step = params["start_indices"], params["limit_indices"], params["strides"]
+    if all(s == 1 for s in step or ()):
+        cut = sliced(values[0], low, high)
+    else:
+        cut = strided(values[0], avals[0].shape, low, high, step)
     return None if cut is None else [cut]
 
 
