@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 import logix.jax
+from logix._compress import Compression
+from logix.jax._shrunk import shrunk
+from logix.jax._stacks import Handed, compressed, layer_gradients
 
 EXAMPLES = int(os.environ.get("LOGIX_EXAMPLES", "12"))
 
@@ -122,7 +125,27 @@ def test_views_of_parameters(seed):
         return total
 
     batch = jnp.asarray([0.3, 0.7])
-    got = jax.jit(logix.jax.capture(loss, params).gradients)(params, batch)
+    capture = logix.jax.capture(loss, params)
+    got = jax.jit(capture.gradients)(params, batch)
     want = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(params, batch)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    same_rows_where_loops_project(capture, params, batch)
+
+
+def same_rows_where_loops_project(capture, params, batch):
+    how = Handed(Compression(kind="logra", rank=2))
+    jax.eval_shape(lambda: compressed(capture.everything(params, batch)[1], how))
+    how = Handed(how.settings, given={spot: jnp.asarray(x) for spot, x in how.made.items()})
+
+    def gradients(inside):
+        stacks = capture.everything(params, batch, how if inside else None)[1]
+        return {x.layer: x.value for x in layer_gradients(compressed(stacks, how))}
+
+    _, found = capture.read(params, batch)
+    if not shrunk(found.plan, capture.watched.names, found.forms, how)[1]:
+        return  # no loop over layers that are large enough
+    got, want = (jax.jit(gradients, static_argnums=0)(inside) for inside in (True, False))
+    assert got.keys() == want.keys()
+    for name, y in want.items():
+        np.testing.assert_allclose(got[name], y, rtol=1e-4, atol=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +17,7 @@ from .._record import Record
 from .._rows import Activation
 from ._additive import check_additive
 from ._arrange import Stack, split_whole
+from ._assembled import assembled
 from ._closing import closing
 from ._coverage import Coverage, coverage
 from ._explicit import freely
@@ -25,6 +25,8 @@ from ._follow import Follow, slots
 from ._found import Found, read
 from ._logged import Logs
 from ._names import Watched, renamed, watched
+from ._shrunk import shrunk
+from ._stacks import Handed
 
 Array = Any
 
@@ -91,25 +93,46 @@ class Capture:
         self.check(params, batch)
         return [r for stack in self.everything(params, batch)[1] for r in stack.unstacked()]
 
-    def everything(self, params: Any, batch: Any) -> tuple[Array, list[Stack], list[Activation]]:
-        """The loss of each example, the records (of stacked layers in one), what is logged."""
-        losses, stacks, logged = self._freely(self._everything, params, batch, 0, 1, 0)
+    def everything(
+        self, params: Any, batch: Any, how: Handed | None = None
+    ) -> tuple[Array, list[Stack], list[Activation]]:
+        """The loss of each example, the records (of stacked layers in one), what is logged.
+
+        `how`: records of layers in a loop are compressed in it; all others are as they are.
+        """
+        losses, stacks, logged = self._freely(self._everything, params, batch, 0, 1, 0, how=how)
         called = renamed([name for stack in stacks for name in stack.names])
         new = lambda names: tuple(called[name] for name in names)
         replace = dataclasses.replace
         return losses, [replace(stack, names=new(stack.names)) for stack in stacks], logged
 
-    def _freely(self, fun: Callable, params: Any, batch: Any, *axes: int) -> Any:
+    def _freely(
+        self,
+        fun: Callable,
+        params: Any,
+        batch: Any,
+        *axes: int,
+        how: Handed | None = None,
+    ) -> Any:
         tree: Any = jax.tree.structure(batch)
-        run = lambda xs, ys: fun(self.watched.filled(xs), tree.unflatten(ys))
-        return freely(run, self.watched.arrays(params), self._checked(batch), *axes)
+        arrays, given = self.watched.arrays(params), {} if how is None else how.given or {}
 
-    def _everything(self, params: Any, batch: Any) -> Any:
+        def run(xs: Sequence[Array], ys: Sequence[Array]) -> Any:
+            own, more = xs[: len(arrays)], dict(zip(given, xs[len(arrays) :]))
+            again = None if how is None else Handed(how.settings, given=more)
+            return fun(self.watched.filled(own), tree.unflatten(ys), again)
+
+        return freely(run, [*arrays, *given.values()], self._checked(batch), *axes)
+
+    def _everything(self, params: Any, batch: Any, how: Handed | None) -> Any:
         jaxpr, found = self.read(params, batch)
+        plan, given = found.plan, dict[str, Array]()
+        if how is not None:
+            plan, given = shrunk(plan, self.watched.names, found.forms, how)
         arrays, tree = self.watched.arrays(params), jax.tree.structure(batch)
 
         def one(slot: Any, direct: Any, example: Any) -> Any:
-            follow = Follow(found.plan, slot)
+            follow = Follow(plan, {**slot, **given})
             own = [direct.get(i, x) for i, x in enumerate(arrays)]
             if found.traced:
                 [loss] = follow.start(jaxpr, [*own, *example])
@@ -120,11 +143,11 @@ class Capture:
 
         take = jax.grad(one, argnums=(0, 1), has_aux=True)
         direct = {i: arrays[i] for i in found.direct}
-        both = lambda example: take(slots(found.plan), direct, example)
+        both = lambda example: take(slots(plan), direct, example)
         (g, whole), (losses, kept) = jax.vmap(both)(jax.tree.leaves(batch))
         layers = self.watched.names
         stacks = []
-        for key, site in found.plan.all_sites():
+        for key, site in plan.all_sites():
             stacks += site.stacks(
                 [kept[name][0] for name in site.keys],
                 [g[name] for name in site.slots(key)],
@@ -135,7 +158,7 @@ class Capture:
             stacks.append(
                 split_whole(layers[i], value, found.direct[i].blocks, found.turned.get(i))
             )
-        logged = [Activation(x.name, kept[x.key][0], g.get(x.key)) for x in found.plan.all_logged()]
+        logged = [Activation(x.name, kept[x.key][0], g.get(x.key)) for x in plan.all_logged()]
         return losses, stacks, logged
 
     def gradients(self, params: Any, batch: Any) -> Any:
@@ -146,27 +169,11 @@ class Capture:
         self.check(params, batch)
         return self.watched.filled(self._freely(self._gradients, params, batch, 0))
 
-    def _gradients(self, params: Any, batch: Any) -> list[Any]:
+    def _gradients(self, params: Any, batch: Any, how: None) -> list[Any]:
         _, found = self.read(params, batch)
-        arrays = self.watched.arrays(params)
-        out: list[Any] = [None] * len(arrays)
-        records = [r for stack in self._everything(params, batch)[1] for r in stack.unstacked()]
-        for name, x in gradients(records).items():
-            path, index = _parsed(name, self.watched.names)
-            i = self.watched.names.index(path)
-            shape = arrays[i].shape
-            if i in found.direct and i not in found.turned:
-                blocks = found.direct[i].blocks
-                where: list[Any] = [slice(None)] * (1 + len(shape))
-                for axis, k in zip(blocks, index):
-                    where[1 + axis] = k
-                out[i] = jnp.zeros((len(x), *shape), x.dtype) if out[i] is None else out[i]
-                out[i] = out[i].at[tuple(where)].add(x)
-                continue
-            form = found.turned.get(i) or found.forms[i]
-            made = form.placed(x, shape, index)
-            out[i] = made if out[i] is None else out[i] + made
-        return out
+        stacks = self._everything(params, batch, how)[1]
+        records = [r for stack in stacks for r in stack.unstacked()]
+        return assembled(gradients(records), found, self.watched, params)
 
     def check(self, params: Any, batch: Any) -> None:
         """Of `batched=True`: raise an error if examples of a batch depend on each other.
@@ -274,16 +281,6 @@ class Capture:
                 )
         if self.strict and (whole := coverage(found, self.watched, params).fallbacks):
             raise ValueError(f"strict=True: no rule for {'; '.join(whole)}")
-
-
-def _parsed(name: str, paths: Sequence[str]) -> tuple[str, list[int]]:
-    """The path and the indices of `path[3][1]`. A path may end in brackets itself."""
-    if name in paths:
-        return name, []
-    match = re.fullmatch(r"(.*)\[(\d+)\]", name)
-    assert match is not None, name
-    path, index = _parsed(match[1], paths)
-    return path, [*index, int(match[2])]
 
 
 def _kind(x: Any, drop: int = 0) -> jax.ShapeDtypeStruct:

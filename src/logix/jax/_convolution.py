@@ -7,15 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from .._record import Outer, Whole
+from .._record import Whole
 from ._arrange import PLACE, Form, Role, Stack, arrange, form, names, ordered
-from ._site import Loops, NoRule, Site
+from ._site import Loops, Matrix, NoRule
 from ._view import Atom, Part, Value
 
 Array = Any
 
 
-class Convolution(Site):
+class Convolution(Matrix):
     """A convolution with a parameter as its kernel."""
 
     rule = "convolution"
@@ -27,10 +27,10 @@ class Convolution(Site):
         self.features = eqn.params["feature_group_count"]
         self.images = eqn.params["batch_group_count"]
         self.numbers = eqn.params["dimension_numbers"]
+        self.apart = self.features * self.images == 1
         super().__init__(eqn, values[1], loops)
         [first, *others] = values[1]
-        grouped = self.features * self.images > 1
-        if grouped and (others or not first.covers(eqn.invars[1].aval.shape)):
+        if not self.apart and (others or not first.covers(eqn.invars[1].aval.shape)):
             raise NoRule("a kernel for groups, made of several parameters")
 
     def form(self, part: Part) -> Form:
@@ -38,7 +38,7 @@ class Convolution(Site):
         found = form(part, (), part.dims[out], ())
         # Channels first, then the kernel's own axes: the order does not depend on the library.
         right = tuple(a.whole for d in axes for a in part.dims[d])
-        if self.features * self.images == 1:
+        if self.apart:
             return Form(found.blocks, found.left, right)
         for dim in (part.dims[d] for d in (out, *axes)):
             if any(a.size != a.full or a.flipped != dim[0].flipped for a in dim):
@@ -51,25 +51,26 @@ class Convolution(Site):
 
     kept = [0]
 
+    def inputs(self, part: Part, kept: list[Array]) -> Array:
+        axes, kernel = self.numbers.rhs_spec[1:], self.eqn.invars[1].aval.shape
+        a = self._seen(part, kept[0])
+        a = a.reshape(*a.shape[:-1], *(kernel[d] for d in axes))
+        atoms = tuple(x for d in axes for x in part.dims[d])
+        places = [PLACE] * (a.ndim - len(axes) - len(self.front(part)))
+        return arrange(a, [*self.front(part), *places, *(_side(part, d) for d in axes)], atoms)
+
+    def outputs(self, part: Part, g: Array) -> Array:
+        places = [PLACE] * (g.ndim - len(self.front(part)) - 1)
+        g, out = self._features_last(part, g), self.numbers.rhs_spec[0]
+        return arrange(g, [*self.front(part), *places, _side(part, out)])
+
     def record(self, part: Part, kept: list[Array], gs: list[Array], own: Form) -> Stack:
-        [g] = gs
+        if self.apart:
+            return super().record(part, kept, gs, own)
         out, *axes = self.numbers.rhs_spec
-        kernel = self.eqn.invars[1].aval.shape
-        front = self.front(part)
-        lead = kept[0].shape[: len(front)]
-        merged = kept[0].reshape(-1, *kept[0].shape[len(front) :])
-        patches = jnp.asarray(self._patches(merged, [kernel[d] for d in axes[1:]]))
-        a = patches.reshape(*lead, *patches.shape[1:])  # (…, N, places …, channels · kernel)
-        image, feature, *space = self.numbers.out_spec
-        order = [len(front) + d for d in (image, *space, feature)]
-        g = g.transpose(*range(len(front)), *order)
-        roles = [*front, *[PLACE] * (g.ndim - len(front) - 1)]
-        if self.features * self.images == 1:
-            side = lambda d: Role("side", part.dims[d], part.starts[d])
-            a = a.reshape(*a.shape[:-1], *(kernel[d] for d in axes))
-            atoms = tuple(x for d in axes for x in part.dims[d])
-            a = arrange(a, [*roles, *map(side, axes)], atoms)
-            return Stack(names("", part, ()), Outer("", a, arrange(g, [*roles, side(out)])))
+        kernel, front = self.eqn.invars[1].aval.shape, self.front(part)
+        a, g = self._seen(part, kept[0]), self._features_last(part, gs[0])
+        roles, lead = [*front, *[PLACE] * (g.ndim - len(front) - 1)], a.shape[: len(front)]
         if self.images > 1:  # those of a group are behind each other; its outputs are features
             a = a.reshape(*lead, self.images, -1, *a.shape[len(lead) + 1 :])
             a = jnp.moveaxis(a, len(lead), -2).reshape(*lead, *g.shape[len(lead) : -1], -1)
@@ -80,6 +81,21 @@ class Convolution(Site):
         grad = grad.reshape(*grad.shape[:2], *(kernel[d] for d in (out, *axes)))
         turned = [k for k, d in enumerate((out, *axes)) if any(x.flipped for x in part.dims[d])]
         return Stack(names("", part, ()), Whole("", lax.rev(grad, [2 + k for k in turned])))
+
+    def _features_last(self, part: Part, g: Array) -> Array:
+        """(…, N, places …, features)."""
+        image, feature, *space = self.numbers.out_spec
+        n = len(self.front(part))
+        return g.transpose(*range(n), *(n + d for d in (image, *space, feature)))
+
+    def _seen(self, part: Part, x: Array) -> Array:
+        """What the kernel sees: (…, N, places …, channels · kernel)."""
+        kernel = self.eqn.invars[1].aval.shape
+        lead = x.shape[: len(self.front(part))]
+        merged = x.reshape(-1, *x.shape[len(lead) :])
+        sizes = [kernel[d] for d in self.numbers.rhs_spec[2:]]
+        patches = jnp.asarray(self._patches(merged, sizes))
+        return patches.reshape(*lead, *patches.shape[1:])
 
     def _groups(self, x: Array, roles: list[Role]) -> Array:
         """(layers, examples, places, groups, entries)."""
@@ -104,3 +120,7 @@ class Convolution(Site):
             precision=lax.Precision.HIGHEST,  # a copy: nothing is to be rounded
         )
         return jnp.moveaxis(out.reshape(*lead, *out.shape[1:]), 2, -1)
+
+
+def _side(part: Part, d: int) -> Role:
+    return Role("side", part.dims[d], part.starts[d])

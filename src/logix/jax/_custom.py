@@ -56,7 +56,7 @@ class Custom(Site):
         ]
         super().__init__(eqn, tuple(p for k in self.args for p in values[k]), loops, slots)
 
-    def run(self, args: list[Array], slots: list[Array]) -> list[Array]:
+    def run(self, args: list[Array], slots: list[Array], given: list[Array]) -> list[Array]:
         @jax.custom_vjp
         def call(args: list[Array], slots: list[Array]) -> list[Array]:
             return _compat.bind(self.eqn, args)

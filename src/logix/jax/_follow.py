@@ -36,7 +36,7 @@ def slots(plan: Plan) -> dict[str, Array]:
 
 
 class Follow(Collector):
-    """A collector of lox: its state are the slots, its rows what is kept."""
+    """A collector of lox: its state are the slots and what else is given, its rows what is kept."""
 
     def __init__(self, plan: Plan, state: dict[str, Array]):
         super().__init__(state)
@@ -60,9 +60,10 @@ class Follow(Collector):
         self._bodies = self.plan.bodies.get(id(eqn), {})
         if id(eqn) in self.plan.sites:
             key, site = self.plan.sites[id(eqn)]
-            for name, i in zip(site.keys, site.kept):
-                self.rows[name] = Rows([args[i]], [], None, (), True)
-            return site.run(args, [self.state[name] for name in site.slots(key)])
+            given = [self.state[name] for name in site.given]
+            for name, x in zip(site.keys, site.keep(args, given)):
+                self.rows[name] = Rows([x], [], None, (), True)
+            return site.run(args, [self.state[name] for name in site.slots(key)], given)
         if id(eqn) in self.plan.mapped:
             return [ragged.run(eqn, args)]
         if self._bodies and eqn.primitive.name == "shard_map":
@@ -88,7 +89,7 @@ class Follow(Collector):
 
     def borrow(self, *jaxprs: Any) -> dict[str, Array]:
         plans = [self._bodies[id(inner(j))] for j in jaxprs]
-        return {key: self.state[key] for plan in plans for key in plan.slots()}
+        return {key: self.state[key] for plan in plans for key in plan.handed()}
 
     def run(self, jaxpr: Any, args: list[Array], state: dict[str, Array]) -> Any:
         child = Follow(self._bodies[id(inner(jaxpr))], state)

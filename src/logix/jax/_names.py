@@ -89,14 +89,14 @@ def _called(paths: Sequence[str], names: Any) -> tuple[str, ...]:
 
 def renamed(names: Sequence[str]) -> dict[str, str]:
     """Layers by what they are called."""
-    out = {name: _filled_in(name) for name in names}
+    out = {name: filled_in(name) for name in names}
     if len(set(out.values())) != len(out):
         twice = [n for n, times in Counter(out.values()).items() if times > 1]
         raise ValueError(f"names= gives several layers the same name: {sorted(twice)}")
     return out
 
 
-def _filled_in(name: str) -> str:
+def filled_in(name: str) -> str:
     """`h.{}.fc[3]` is `h.3.fc`: a layer of those that are stacked in a parameter."""
     if "{}" not in name:
         return name

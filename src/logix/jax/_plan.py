@@ -60,6 +60,10 @@ class Plan:
         every += [(x.key, x.loops, x.aval) for x in self.all_logged() if x.differentiable]
         return {k: ((*(x.length for x in loops), *a.shape), a.dtype) for k, loops, a in every}
 
+    def handed(self) -> list[str]:
+        """The names of all that is handed in: slots, and what sites are given."""
+        return [*self.slots(), *(name for _, site in self.all_sites() for name in site.given)]
+
     def kept(self) -> list[str]:
         """The names of all that is kept of the forward pass."""
         every = [name for _, site in self.all_sites() for name in site.keys]
@@ -67,7 +71,8 @@ class Plan:
 
     def loops(self) -> dict[str, tuple[Loop, ...]]:
         sites = self.all_sites()
-        every = [(name, x.loops) for key, x in sites for name in (*x.keys, *x.slots(key))]
+        names = lambda key, x: (*x.keys, *x.slots(key), *x.given)
+        every = [(name, x.loops) for key, x in sites for name in names(key, x)]
         return dict([*every, *((x.key, x.loops) for x in self.all_logged())])
 
     def forms(self) -> tuple[dict[int, Form], dict[int, str], set[int]]:

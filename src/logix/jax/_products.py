@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from .._record import Outer
 from . import _ragged as ragged
 from ._arrange import PLACE, Form, Role, Stack, arrange, form, names
-from ._site import Loops, NoRule, Site
-from ._view import Part, Value
+from ._site import Loops, Matrix, NoRule, Site
+from ._view import Atom, Part, Value
 
 Array = Any
 
 
-class Product(Site):
+class Product(Matrix):
     """A matrix product with a parameter on either side, over any axes, batched or not."""
 
     rule = "product"
@@ -38,22 +38,29 @@ class Product(Site):
         of = lambda axes: [a for d in axes for a in part.dims[d]]
         return form(part, of(self.batch), of(self.free), of(self.contract))
 
-    def record(self, part: Part, kept: list[Array], gs: list[Array], own: Form) -> Stack:
-        [g] = gs
-        front, blocks = self.front(part), [a for d in self.batch for a in part.dims[d]]
-        role = lambda kind, d: Role(kind, part.dims[d], part.starts[d])
-        x_roles: dict[int, Role] = dict.fromkeys(self.x_free, PLACE)
-        x_roles |= {k: role("block", d) for k, d in zip(self.x_batch, self.batch)}
-        x_roles |= {k: role("side", d) for k, d in zip(self.x_contract, self.contract)}
-        a = arrange(kept[0], [*front, *(x_roles[k] for k in range(len(x_roles)))])
-        y_blocks = [role("block", d) for d in self.batch]
-        y_free = [role("side", d) for d in self.free]
-        y_places = [PLACE] * len(self.x_free)
-        y_roles = [*y_free, *y_places] if self.at == 0 else [*y_places, *y_free]
-        g = arrange(g, [*front, *y_blocks, *y_roles])
+    def blocks(self, part: Part) -> list[Atom]:
+        return [a for d in self.batch for a in part.dims[d]]
+
+    def inputs(self, part: Part, kept: list[Array]) -> Array:
+        roles: dict[int, Role] = dict.fromkeys(self.x_free, PLACE)
+        roles |= {k: _role("block", part, d) for k, d in zip(self.x_batch, self.batch)}
+        roles |= {k: _role("side", part, d) for k, d in zip(self.x_contract, self.contract)}
+        return arrange(kept[0], [*self.front(part), *(roles[k] for k in range(len(roles)))])
+
+    def outputs(self, part: Part, g: Array) -> Array:
+        blocks = [_role("block", part, d) for d in self.batch]
+        free = [_role("side", part, d) for d in self.free]
+        places = [PLACE] * len(self.x_free)
+        order = [*free, *places] if self.at == 0 else [*places, *free]
+        return arrange(g, [*self.front(part), *blocks, *order])
+
+    def real(self, a: Array) -> Array | None:
         # An expert sees some of the places only: at the others there are zeros, which don't count.
-        real = (a != 0).any(-1) if self.batch else None
-        return Stack(names("", part, blocks), Outer("", a, g, real))
+        return (a != 0).any(-1) if self.batch else None
+
+
+def _role(kind: str, part: Part, d: int) -> Role:
+    return Role(kind, part.dims[d], part.starts[d])
 
 
 class RaggedProduct(Site):

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 
 from lox import _compat
 
-from ._arrange import PLACE, Form, Role, Stack, scaled, swapped
-from ._view import Part, Value
+from .._record import Outer
+from ._arrange import PLACE, Form, Role, Stack, names, scaled, swapped
+from ._view import Atom, Part, Value
 
 Array = Any
 EXAMPLE = Role("example")
@@ -66,6 +67,7 @@ class Site:
     keys: list[str]  # their names there: what several sites keep is kept once
     forms: list[Form]
     outs: list[Any]  # the shapes and types of the gradients that are wanted of the backward pass
+    given: Sequence[str] = ()  # names of what else is handed in, by the state that has the slots
 
     def __init__(self, eqn: Any, value: Value, loops: Loops, outs: list[Any] | None = None):
         self.eqn, self.value, self.loops = eqn, value, tuple(loops)
@@ -84,7 +86,11 @@ class Site:
         """Names of the slots for these gradients."""
         return [f"{key}.{n}" for n in range(len(self.outs))]
 
-    def run(self, args: list[Array], slots: list[Array]) -> list[Array]:
+    def keep(self, args: list[Array], given: list[Array]) -> list[Array]:
+        """What is kept of the forward pass, by its names."""
+        return [args[i] for i in self.kept]
+
+    def run(self, args: list[Array], slots: list[Array], given: list[Array]) -> list[Array]:
         """What the equation gives; the gradients of slots are those that are wanted."""
         return [taken(self.output(args), slots[0])]
 
@@ -101,6 +107,10 @@ class Site:
         ]
         return [EXAMPLE, *loops]
 
+    def blocks(self, part: Part) -> list[Atom]:
+        """Axes of the value that are over layers."""
+        return []
+
     def stacks(
         self, kept: list[Array], g: list[Array], paths: Sequence[str], wanted: Mapping[int, Form]
     ) -> list[Stack]:
@@ -116,3 +126,26 @@ class Site:
             layers = tuple(paths[part.param] + n for n in made.names)
             out.append(Stack(layers, record, shared))
         return out
+
+
+class Matrix(Site):
+    """A site where a matrix is applied to vectors: those that go in and the gradients of those that
+    come out, each alone, as (layers, examples, places, entries).
+    """
+
+    apart: bool = True  # whether the gradient is a product of the two
+
+    def inputs(self, part: Part, kept: list[Array]) -> Array:
+        raise NotImplementedError
+
+    def outputs(self, part: Part, g: Array) -> Array:
+        raise NotImplementedError
+
+    def real(self, a: Array) -> Array | None:
+        """The places that count, of (layers, examples, places)."""
+        return None
+
+    def record(self, part: Part, kept: list[Array], g: list[Array], own: Form) -> Stack:
+        a = self.inputs(part, kept)
+        record = Outer("", a, self.outputs(part, g[0]), self.real(a))
+        return Stack(names("", part, self.blocks(part)), record)

@@ -63,14 +63,27 @@ def compressed(stacks: Sequence[Stack], how: Projector) -> list[Stack]:
 
 def _sides(names: tuple[str, ...], side: Any, x: Array, how: Projector) -> Array:
     """Each layer's vectors, (layers, examples, places, dim), times its own matrix."""
+    return as_float(projected(x, matrices(names, side, wide(x), how)))
+
+
+def wide(x: Array) -> Array:
+    """As it is projected. bfloat16 has the range of float32; float16 may overflow."""
+    return x if x.dtype == jnp.bfloat16 else as_float(x)
+
+
+def matrices(names: Sequence[str], side: Any, x: Array, how: Projector) -> Array | None:
+    """Those of some layers, (layers, dim, rank), for vectors like x; None: x is small enough."""
     dim = x.shape[-1]
     if dim <= how.settings.rank:
-        return as_float(x)
+        return None
     sources = [how.settings.source(name) for name in names]
     make = lambda: np.stack([np.asarray(how.matrix(s, side, dim)) for s in sources])
-    x = x if x.dtype == jnp.bfloat16 else as_float(x)
-    matrices = how.placed((tuple(sources), side, dim), make, x)
-    return as_float(jnp.einsum("sbti,sir->sbtr", x, matrices))
+    return how.placed((tuple(sources), side, dim), make, x)
+
+
+def projected(x: Array, by: Array | None) -> Array:
+    """Vectors, (layers, examples, places, dim), times these matrices."""
+    return x if by is None else jnp.einsum("sbti,sir->sbtr", wide(x), by, precision="highest")
 
 
 def masked(stack: Stack, mask: Array) -> Stack:

@@ -74,9 +74,10 @@ class Step:
         self, arrays: Any, batch: Any, given: Any, mask: Array | None, settings: Compression
     ) -> tuple[list[Stack], list[Activation]]:
         """Compressed records and what is logged, zero at positions that do not count."""
-        _, stacks, logged = self.capture.everything(self.capture.watched.filled(arrays), batch)
+        params, how = self.capture.watched.filled(arrays), Handed(settings, given=given)
+        _, stacks, logged = self.capture.everything(params, batch, how)
         with PRECISE():
-            stacks = compressed(stacks, Handed(settings, given=given))
+            stacks = compressed(stacks, how)
         if mask is None:
             return stacks, logged
         placed = [stack for stack in stacks if not isinstance(stack.record, Whole)]
