@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import logix.jax
 import lox
@@ -273,6 +274,90 @@ def test_a_derivative_that_closes_over_what_is_outside_of_the_loss():
 
     for got in (gradients(c), jax.jit(gradients)(c), gradients(None)):
         np.testing.assert_allclose(got["w"], batch[:, :, None] * c, rtol=1e-6)
+
+
+def closes(c, of=jnp.tanh):
+    fun = jax.custom_jvp(of)
+    fun.defjvp(lambda primals, tangents: (of(*primals), tangents[0] * c))
+    return fun
+
+
+def for_the_data_alone(p, x):
+    h = closes(x.sum())(x) @ p["w"]
+    lox.log({"h": h})
+    return (h**2).sum()
+
+
+def in_what_another_function_computes(p, x):
+    tanh = closes(x.sum())
+    fun = jax.custom_vjp(lambda y: tanh(y))
+    fun.defvjp(lambda y: (jnp.tanh(y), y), lambda y, g: (g * y,))
+    return (fun(x @ p["w"]) ** 2).sum()
+
+
+def carried_round(p, x):
+    tanh = closes(x.sum())
+    step = lambda s, _: ((tanh(s[1]) @ p["w"], s[0] * 1.5), None)
+    return (lax.scan(step, (x, x), length=3)[0][1] ** 2).sum()
+
+
+def on_a_mesh(p, x):
+    c, mesh = x.sum(), jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    body = lambda x, w: lax.psum(closes(c)(x @ w), "m")
+    specs = dict(in_specs=(P(None, "m"), P("m")), out_specs=P())
+    return (jax.shard_map(body, mesh=mesh, **specs)(x, p["w"]) ** 2).sum()
+
+
+def with_an_argument_that_has_none(p, x):
+    c, fun = x.sum(), jax.custom_jvp(lambda y, z: jnp.tanh(y) * z)
+
+    def derivative(primals, tangents):
+        if not isinstance(tangents[1], jax.custom_derivatives.SymbolicZero):
+            raise NotImplementedError("no derivative for z")
+        return fun(*primals), tangents[0] * c
+
+    fun.defjvp(derivative, symbolic_zeros=True)
+    return (fun(x @ p["w"], x) ** 2).sum()
+
+
+CLOSING = {
+    for_the_data_alone: False,
+    in_what_another_function_computes: False,
+    carried_round: True,
+    on_a_mesh: True,
+    with_an_argument_that_has_none: True,
+}
+
+
+@pytest.mark.parametrize("loss", CLOSING)
+def test_only_derivatives_that_are_taken_count(loss):
+    params, batch = {"w": normal(4, 4)}, normal(3, 5, 4)
+    capture = same_gradients(loss, params, batch)
+    assert bool(capture.coverage(params, batch).fallbacks) == CLOSING[loss]
+    want = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(params, batch)
+    got = jax.jit(capture.gradients)(params, batch)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-4, atol=1e-4)
+    if loss is for_the_data_alone:
+        logix.jax.capture(loss, params, logs="h", strict=True)(params, batch)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_derivative_that_closes_over_a_value_of_a_batch(own):
+    def loss(p, x):
+        c = x.sum((1, 2), keepdims=True) if own else x.sum()
+        fun = jax.custom_vjp(jnp.tanh)
+        fun.defvjp(lambda y: (jnp.tanh(y), y), lambda y, g: (g * c,))
+        return (fun(x @ p["w"]) ** 2).sum((1, 2))
+
+    params, batch = {"w": normal(4, 4)}, normal(3, 5, 4)
+    capture = logix.jax.capture(loss, params, batched=True)
+    if not own:
+        with pytest.raises(ValueError, match="depend on each other"):
+            capture.gradients(params, batch)
+        return
+    alone = jax.grad(lambda p, x: loss(p, x[None])[0])
+    want = jax.vmap(alone, in_axes=(None, 0))(params, batch)
+    np.testing.assert_allclose(capture.gradients(params, batch)["w"], want["w"], rtol=1e-5)
 
 
 # --- layers of a parameter ------------------------------------------------------------------------

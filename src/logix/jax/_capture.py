@@ -100,6 +100,7 @@ class Capture:
 
         `how`: records of layers in a loop are compressed in it; all others are as they are.
         """
+        how = None if how is None or how.given is None else how
         losses, stacks, logged = self._freely(self._everything, params, batch, 0, 1, 0, how=how)
         called = renamed([name for stack in stacks for name in stack.names])
         new = lambda names: tuple(called[name] for name in names)
@@ -218,7 +219,7 @@ class Capture:
                 jaxpr = jax.make_jaxpr(loss)(*own, *kinds)
             self._check_loss(jaxpr)
             shapes = {i: tuple(own[i].shape) for i in self.watched.chosen}
-            why_not = closing(jaxpr, traces[0])
+            why_not = closing(jaxpr, traces[0], self.watched.chosen)
             if why_not is not None and self.logs.patterns:
                 raise ValueError(
                     f"logs={self.logs.patterns}: nothing can be logged beside {why_not}"
