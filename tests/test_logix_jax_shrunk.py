@@ -166,7 +166,6 @@ def test_nothing_of_the_size_of_the_vectors_is_held_for_all_layers():
     spread = Spread.of(batch, arrays)
     how = dict(settings=settings, want="rows", what=frozenset(), spread=spread)
     small = step.run.lower(arrays, batch, given, {}, {}, None, None, [], **how).compile()
-    stored = (
-        12 * batch.shape[0] * 32 * wide * 4
-    )  # what goes into b, or the gradient of what a gives
+    # What goes into b, of all layers. (The gradient of what a gives would be as much again.)
+    stored = 12 * batch.shape[0] * 32 * wide * 4
     assert small.memory_analysis().temp_size_in_bytes < stored

@@ -33,13 +33,10 @@ def check_additive(capture: Any, params: Any, batch: Any) -> None:
         if capture.read(capture.watched.filled(arrays), batch)[1].traced:
             total, each_g = jax.value_and_grad(lambda own: each(own).sum())(own)
         else:  # it can be differentiated only by itself
-            more = lambda sums, x: (
-                jax.tree.map(jnp.add, sums, jax.value_and_grad(alone)(own, x)),
-                None,
-            )
-            (total, each_g), _ = jax.lax.scan(
-                more, jax.tree.map(jnp.zeros_like, (found, own)), batch
-            )
+            none = jax.tree.map(jnp.zeros_like, (found, own))
+            one = lambda x: jax.value_and_grad(alone)(own, x)
+            add = lambda sums, x: (jax.tree.map(jnp.add, sums, one(x)), None)
+            (total, each_g), _ = jax.lax.scan(add, none, batch)
         far = lambda times: _norm(jax.tree.map(lambda x, y: times * x - y, g, each_g))
         sizes = jnp.sqrt(squared_norms(capture(capture.watched.filled(arrays), batch))).sum()
         return found, total, jnp.abs(each(own)).sum(), far(1), far(n), sizes

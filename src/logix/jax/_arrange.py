@@ -35,6 +35,11 @@ class Role:
     atoms: tuple[Atom, ...] = ()
     start: int = 0
 
+    @classmethod
+    def of(cls, kind: str, part: Part, axis: int) -> Role:
+        """Of an axis that runs over one of a parameter's value."""
+        return cls(kind, part.dims[axis], part.starts[axis])
+
 
 PLACE = Role("place")
 

@@ -57,12 +57,14 @@ class Convolution(Matrix):
         a = a.reshape(*a.shape[:-1], *(kernel[d] for d in axes))
         atoms = tuple(x for d in axes for x in part.dims[d])
         places = [PLACE] * (a.ndim - len(axes) - len(self.front(part)))
-        return arrange(a, [*self.front(part), *places, *(_side(part, d) for d in axes)], atoms)
+        return arrange(
+            a, [*self.front(part), *places, *(Role.of("side", part, d) for d in axes)], atoms
+        )
 
     def outputs(self, part: Part, g: Array) -> Array:
         places = [PLACE] * (g.ndim - len(self.front(part)) - 1)
         g, out = self._features_last(part, g), self.numbers.rhs_spec[0]
-        return arrange(g, [*self.front(part), *places, _side(part, out)])
+        return arrange(g, [*self.front(part), *places, Role.of("side", part, out)])
 
     def record(self, part: Part, kept: list[Array], gs: list[Array], own: Form) -> Stack:
         if self.apart:
@@ -120,7 +122,3 @@ class Convolution(Matrix):
             precision=lax.Precision.HIGHEST,  # a copy: nothing is to be rounded
         )
         return jnp.moveaxis(out.reshape(*lead, *out.shape[1:]), 2, -1)
-
-
-def _side(part: Part, d: int) -> Role:
-    return Role("side", part.dims[d], part.starts[d])

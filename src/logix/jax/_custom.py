@@ -89,7 +89,7 @@ class Custom(Site):
         k = self.of[id(part)]
         own, at = self.factors[k], 2 * list(self.factors).index(k)
         role = lambda kind, axes: [
-            Role(kind) if d is None else Role(kind, part.dims[d], part.starts[d]) for d in axes
+            Role(kind) if d is None else Role.of(kind, part, d) for d in axes
         ]
         front = [*self.front(part), *role("block", own.batch)]
         a, g_out = (

@@ -96,7 +96,7 @@ class LookUp(Site):
         rows = atoms[0].full if len(atoms) == 1 else size
         i = jnp.clip(i + shift, 0, rows - 1)
 
-        role = lambda d, kind: Role(kind, part.dims[d], part.starts[d])
+        role = lambda d, kind: Role.of(kind, part, d)
         roles = [PLACE if k in ("row", "place") else role(d, k) for k, d in self.roles]
         shared = [r for r in roles if r.kind != "side"]
         g = arrange(g, [*front, *roles])

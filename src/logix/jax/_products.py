@@ -43,13 +43,13 @@ class Product(Matrix):
 
     def inputs(self, part: Part, kept: list[Array]) -> Array:
         roles: dict[int, Role] = dict.fromkeys(self.x_free, PLACE)
-        roles |= {k: _role("block", part, d) for k, d in zip(self.x_batch, self.batch)}
-        roles |= {k: _role("side", part, d) for k, d in zip(self.x_contract, self.contract)}
+        roles |= {k: Role.of("block", part, d) for k, d in zip(self.x_batch, self.batch)}
+        roles |= {k: Role.of("side", part, d) for k, d in zip(self.x_contract, self.contract)}
         return arrange(kept[0], [*self.front(part), *(roles[k] for k in range(len(roles)))])
 
     def outputs(self, part: Part, g: Array) -> Array:
-        blocks = [_role("block", part, d) for d in self.batch]
-        free = [_role("side", part, d) for d in self.free]
+        blocks = [Role.of("block", part, d) for d in self.batch]
+        free = [Role.of("side", part, d) for d in self.free]
         places = [PLACE] * len(self.x_free)
         order = [*free, *places] if self.at == 0 else [*places, *free]
         return arrange(g, [*self.front(part), *blocks, *order])
@@ -57,10 +57,6 @@ class Product(Matrix):
     def real(self, a: Array) -> Array | None:
         # An expert sees some of the places only: at the others there are zeros, which don't count.
         return (a != 0).any(-1) if self.batch else None
-
-
-def _role(kind: str, part: Part, d: int) -> Role:
-    return Role(kind, part.dims[d], part.starts[d])
 
 
 class RaggedProduct(Site):
@@ -90,8 +86,8 @@ class RaggedProduct(Site):
         front = self.front(part)
         # Which matrix each row was for: an axis over them, behind the loops.
         mine = ragged.groups(sizes, x.shape[-2])
-        role = lambda d: Role("side", part.dims[d], part.starts[d])
-        block = Role("block", part.dims[0], part.starts[0])
+        role = lambda d: Role.of("side", part, d)
+        block = Role.of("block", part, 0)
         apart = lambda y: jnp.where(mine[..., None], y[..., None, :, :], 0)
         a = arrange(apart(x), [*front, block, PLACE, role(self.contract)])
         g = arrange(apart(g), [*front, block, PLACE, role(3 - self.contract)])

@@ -93,24 +93,23 @@ class Shrunk(Site):
         g = jax.eval_shape(self._outputs, y)
         # Handed in with an axis for each loop, as slots are; those of one iteration are used in it.
         self.matrices: dict[str, Array] = {}
+        self.sides: list[str] = []
         sizes = [loop.length for loop in site.loops]
         for side, x in (("right", a), ("left", g)):
             found = matrices(layers, side, jax.eval_shape(wide, x), how)
-            if found is not None:
+            if found is not None:  # else this side is small enough
                 self.matrices[f"{key} {side}"] = found.reshape(*sizes, -1, *found.shape[1:])
+                self.sides.append(side)
         self.given = list(self.matrices)
         has_real = jax.eval_shape(self.one.real, a) is not None
         self.keys = [f"{key} in", *[f"{key} real"] * has_real]
         kind = lambda m: jax.ShapeDtypeStruct(m.shape[len(sizes) :], m.dtype)
         self.outs = [jax.eval_shape(self._small, y, list(map(kind, self.matrices.values())))]
 
-    def _side(self, side: str, given: list[Array]) -> Array | None:
-        return next((m for name, m in zip(self.given, given) if name.endswith(side)), None)
-
     def keep(self, args: list[Array], given: list[Array]) -> list[Array]:
         a = self.one.inputs(self.part, [args[i][None] for i in self.kept])
         real = self.one.real(a)
-        small = projected(a, self._side("right", given))
+        small = projected(a, dict(zip(self.sides, given)).get("right"))
         return [small[:, 0]] if real is None else [small[:, 0], real[:, 0]]
 
     def _outputs(self, g: Array) -> Array:
@@ -119,7 +118,7 @@ class Shrunk(Site):
 
     def _small(self, g: Array, given: list[Array]) -> Array:
         """(layers, places, rank) of the gradient of an output."""
-        return projected(self._outputs(g), self._side("left", given))[:, 0]
+        return projected(self._outputs(g), dict(zip(self.sides, given)).get("left"))[:, 0]
 
     def run(self, args: list[Array], slots: list[Array], given: list[Array]) -> list[Array]:
         @jax.custom_jvp

@@ -34,7 +34,7 @@ from ._reader import (
 )
 from ._rowtypes import RowType
 
-SYNC_BYTES = 1 << 28
+SYNC_BYTES = 1 << 28  # a disk takes them in a moment, and not so few that it does little else
 
 
 class RowWriter:
